@@ -1,0 +1,33 @@
+"""The names of the op table: one list, merged from house 7.1 and the CUDA design 5.3.
+
+Semantics, shapes, dtypes and ties stand with each reference in ``deepinfer.ops.reference``. A
+backend may override any name here; a new op always comes with a reference, so an old backend
+keeps working. ``tests/house`` checks that this list is the table.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+DENSE: Final = (
+    "embedding",
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "gated_mlp",
+    "rope",
+)
+ATTENTION: Final = ("plan_attention", "kv_write", "attention")
+EXPERTS: Final = ("route", "permute", "grouped_linear", "moe")
+BATCH: Final = ("expand_rows",)
+SAMPLING: Final = (
+    "logit_bias",
+    "penalties",
+    "apply_bitmask",
+    "filter_top",
+    "gumbel_argmax",
+    "logprobs",
+    "accept_prefix",
+)
+OP_NAMES: Final = DENSE + ATTENTION + EXPERTS + BATCH + SAMPLING

@@ -1,0 +1,153 @@
+"""Everything that shapes an engine: :class:`EngineConfig`, frozen, with one ``check()``.
+
+Names are those that users of vLLM and SGLang know. What is known and not built is refused here by
+name, all reasons at once.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from deepinfer import settings
+from deepinfer.errors import ConfigError, UnsupportedError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_NOT_BUILT = (
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "data_parallel_size",
+    "context_parallel_size",
+)
+
+
+def parse_bytes(value: Any) -> Any:
+    """``"2GiB"``, ``"500MB"`` or a number of bytes to int; anything else is left to pydantic."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError('expected bytes, as 2147483648, "2GiB" or "500MB"')
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+class EngineConfig(BaseModel):
+    """The engine's arguments.
+
+    Args:
+        model: a Hugging Face directory, a GGUF file, a hub id, or ``demo``.
+        tokenizer: where the tokenizer lies, if not with the model.
+        revision: of a hub id.
+        dtype: activations and KV; ``auto`` is float32 on a CPU, else the checkpoint's.
+        backend: a backend plugin's name; None takes the usable one of highest priority.
+        device: ``cpu``, ``cuda`` or ``npu``: only backends of that device type are candidates.
+        quantization: None or ``int8`` (weights only).
+        max_model_len: longest text in tokens; None takes the model's own.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: tokens of one step; longer prefills run in chunks.
+        page_size: tokens per KV page.
+        kv_cache_memory: bytes of KV (``"2GiB"`` too); None sizes it from what is free.
+        gpu_memory_utilization: share of the device's memory that the engine may use.
+        seed: where seeds of requests without one come from; None takes the system's entropy.
+        batch_invariant: results may not depend on the batch; what cannot keep it is refused.
+        enable_prefix_caching: reuse KV of equal prefixes.
+        overlap: plan one step ahead of the device (False only moves the wait up).
+        scheduling_policy: a policy's name.
+        num_threads: CPU threads of the native kernels; None takes torch's number.
+        generation_config: ``auto`` takes sampling defaults from the checkpoint for calls that
+            pass no SamplingParams; ``none`` ignores them. End tokens always come from it.
+        trust_remote_code: accepted for the published example. No code of a checkpoint is run.
+        disable_plugins: names that may not be used.
+        plugin_config: one mapping per plugin name, handed to it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    backend: str | None = None
+    device: Literal["cpu", "cuda", "npu"] | None = None
+    quantization: Literal["int8"] | None = None
+    max_model_len: int | None = Field(default=None, ge=2)
+    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    page_size: int = Field(default=16, ge=1)
+    kv_cache_memory: int | None = Field(default=None, ge=1)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    seed: int | None = 0
+    batch_invariant: bool = False
+    enable_prefix_caching: bool = True
+    overlap: bool = True
+    scheduling_policy: str = "fcfs"
+    executor: str = "local"
+    num_threads: int | None = Field(default=None, ge=1)
+    generation_config: Literal["auto", "none"] = "auto"
+    trust_remote_code: bool = False
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    expert_parallel_size: int = Field(default=1, ge=1)
+    data_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
+    disable_plugins: tuple[str, ...] = ()
+    plugin_config: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_validator("kv_cache_memory", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        return parse_bytes(value)
+
+    @classmethod
+    def make(cls, **arguments: Any) -> EngineConfig:
+        """Arguments, then environment, then defaults; raises :class:`ConfigError` naming each.
+
+        The one place that takes keyword arguments through: they are the fields above.
+        """
+        given = dict(arguments)
+        given["batch_invariant"] = settings.read(
+            "DEEPINFER_BATCH_INVARIANT", given.get("batch_invariant")
+        )
+        accelerator = settings.read("DEEPINFER_ACCELERATOR")
+        if given.get("device") is None and accelerator is not None:
+            given["device"] = {"nvidia": "cuda", "ascend": "npu"}[accelerator]
+        try:
+            config = cls(**given)
+        except ValidationError as error:
+            raise _explain(error) from None
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Refuse what is not built, all reasons at once."""
+        problems = [
+            f"{name}={getattr(self, name)}: only 1 works in this version"
+            for name in _NOT_BUILT
+            if getattr(self, name) != 1
+        ]
+        if settings.read("DEEPINFER_ENABLE_MTP_VARLEN"):
+            problems.append(
+                "DEEPINFER_ENABLE_MTP_VARLEN=1: speculative decoding needs the distribution "
+                "deepinfer-speculative, which this version does not have yet"
+            )
+        if problems:
+            raise UnsupportedError("; ".join(problems) + ".", setting=problems[0].split("=")[0])
+
+    def needs(self) -> frozenset[str]:
+        """Capabilities that the chosen backend must offer."""
+        wanted = {"invariant"} if self.batch_invariant else set()
+        return frozenset(wanted | ({self.quantization} if self.quantization else set()))
+
+
+def _explain(error: ValidationError) -> ConfigError:
+    lines, first = [], None
+    for item in error.errors(include_url=False):
+        where = ".".join(str(part) for part in item["loc"])
+        first = first or where
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where}: no such engine argument")
+        else:
+            reason = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}={item['input']!r}: {reason}")
+    return ConfigError("; ".join(lines) + ".", setting=first)

@@ -1,0 +1,1 @@
+"""The brain: scheduling, KV book-keeping, output. Standard library and numpy; never torch."""

@@ -1,0 +1,1 @@
+"""The front door: LLM and AsyncLLM."""

@@ -1,0 +1,1 @@
+"""Executors: where plans are carried out."""

@@ -1,0 +1,1 @@
+"""Layers: ops with parameters and parallelism."""

@@ -1,0 +1,1 @@
+"""Model families, each described once in ops, and the files that weights come from."""

@@ -1,0 +1,1 @@
+"""The references: plain torch, one definition for each op of the table."""

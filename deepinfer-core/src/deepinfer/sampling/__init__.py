@@ -1,0 +1,1 @@
+"""The draw: counter-based noise, filters, verification."""

@@ -1,0 +1,1 @@
+"""Ships for plugin authors: conformance kit, scenarios, scripted device, tiny models."""

@@ -1,0 +1,1 @@
+"""The hands: one worker per device runs plans."""
