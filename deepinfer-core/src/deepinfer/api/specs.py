@@ -70,9 +70,15 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec(Spec):
-    """A ``deepinfer.api.backend.Backend`` class: ops for one kind of device."""
+    """A ``deepinfer.api.backend.Backend`` class: ops for one kind of device.
+
+    Attributes:
+        device_type: its ``torch.device`` type; a configured device rules the others out.
+    """
 
     kind: ClassVar[str] = "backend"
+
+    device_type: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,79 @@
+"""Core's own rooms, sold through the same hooks as anybody's.
+
+A window like every plugin's: light, so that listing what core has imports none of it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.machinery import PathFinder
+
+import deepinfer
+from deepinfer.api.hookspecs import hookimpl
+from deepinfer.api.specs import (
+    BackendSpec,
+    ExecutorSpec,
+    ModelSpec,
+    PolicySpec,
+    SamplerSpec,
+    Spec,
+)
+
+
+def native_kernels() -> str | None:
+    """None if the compiled kernels lie beside the package; looks without importing a room."""
+    rooms = [os.path.join(folder, "native") for folder in deepinfer.__path__]
+    if PathFinder.find_spec("deepinfer.native._kernels", rooms) is not None:
+        return None
+    return "native kernels were not built (no C compiler at install time)"
+
+
+@hookimpl
+def deepinfer_provide() -> list[Spec]:
+    """Everything in ``deepinfer-core`` that a configuration can name."""
+    return [*_backends(), *_models(), *_engine_rooms()]
+
+
+def _backends() -> list[Spec]:
+    return [
+        BackendSpec(
+            name="reference",
+            load="deepinfer.ops.backend:ReferenceBackend",
+            offers=frozenset({"invariant"}),
+        ),
+        BackendSpec(
+            name="cpu",
+            load="deepinfer.native.backend:NativeCPUBackend",
+            priority=10,
+            probe=native_kernels,
+            offers=frozenset({"invariant", "int8"}),
+        ),
+    ]
+
+
+def _models() -> list[Spec]:
+    dense = "deepinfer.models.llama"
+    return [
+        ModelSpec(
+            name="llama",
+            load=f"{dense}:LlamaAdapter",
+            architectures=("LlamaForCausalLM", "MistralForCausalLM"),
+        ),
+        ModelSpec(name="qwen2", load=f"{dense}:Qwen2Adapter", architectures=("Qwen2ForCausalLM",)),
+        ModelSpec(name="qwen3", load=f"{dense}:Qwen3Adapter", architectures=("Qwen3ForCausalLM",)),
+        ModelSpec(
+            name="qwen3_moe",
+            load="deepinfer.models.qwen3_moe:Qwen3MoeAdapter",
+            architectures=("Qwen3MoeForCausalLM",),
+        ),
+    ]
+
+
+def _engine_rooms() -> list[Spec]:
+    policies = "deepinfer.engine.policy"
+    return [
+        PolicySpec(name="fcfs", load=f"{policies}:FCFSPolicy", priority=1),
+        PolicySpec(name="priority", load=f"{policies}:PriorityPolicy"),
+        ExecutorSpec(name="local", load="deepinfer.executors.local:LocalExecutor"),
+        SamplerSpec(name="gumbel", load="deepinfer.sampling.sampler:GumbelSampler"),
+    ]
