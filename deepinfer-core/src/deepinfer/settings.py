@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from deepinfer.errors import ConfigError
@@ -145,6 +147,23 @@ def unknown() -> list[str]:
         hint = f" Did you mean {near[0]}?" if near else f" Known: {', '.join(SETTINGS)}."
         sentences.append(f"Unknown environment variable {name}.{hint}")
     return sentences
+
+
+def cache_dir() -> Path:
+    """The folder for what can be fetched again, by the platform's own convention.
+
+    The only other reading of the environment: ``XDG_CACHE_HOME`` (everywhere, if absolute),
+    ``LOCALAPPDATA`` on Windows, the home folder. The folder need not exist.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if named and Path(named).is_absolute():
+        return Path(named) / "deepinfer"
+    home = Path(os.path.expanduser("~"))
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData/Local") / "deepinfer"
+    if sys.platform == "darwin":
+        return home / "Library/Caches/deepinfer"
+    return home / ".cache/deepinfer"
 
 
 def markdown_table() -> str:
