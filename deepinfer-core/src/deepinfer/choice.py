@@ -123,7 +123,7 @@ def _held(need: str, chosen: Sequence[Offer]) -> str:
 
 def _elsewhere(need: str, offers: Sequence[Offer]) -> str:
     others = [f"{o.spec.kind} {o.spec.name!r}" for o in offers if _keeps(o.spec, need)]
-    return f"installed with it: {listed(others)}"
+    return f"installed and offering it: {listed(others)}"
 
 
 def as_chosen(offer: Offer) -> Chosen:
