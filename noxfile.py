@@ -1,0 +1,166 @@
+"""The only door: ``python -m nox`` lints, types, tests, runs the plugins and builds the wheels.
+
+``nox -l`` lists the sessions; ``nox -s tests -- -k paging`` hands arguments to pytest. ``types``,
+``tests``, ``plugins``, ``docs`` and ``bench`` share one environment (``.nox/core``), so that torch
+is installed once; ``dist`` and ``lowest`` make their own, because that is what they test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CORE = ROOT / "deepinfer-core"
+SAMPLE = ROOT / "tests" / "plugins" / "deepinfer-backend-sample"
+SHARED = ROOT / ".nox" / "core"
+CONSTRAINTS = ROOT / "constraints.txt"
+KIT = ("-m", "pytest", "-q", "--pyargs", "deepinfer.testing.conformance")
+QUICK = "not slow and not network and not gpu and not npu"
+
+nox.needs_version = ">=2024.4"
+nox.options.sessions = ["lint", "types", "tests", "plugins", "docs", "dist"]
+nox.options.error_on_external_run = True
+nox.options.reuse_venv = "no"
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """ruff check and ruff format; then what has grown past its aim (reported, not enforced)."""
+    session.install("-c", str(CONSTRAINTS), "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("python", "tests/house/sizes.py")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """mypy over the package; strict where pyproject.toml says so."""
+    python = shared(session)
+    session.run(python, "-m", "mypy", "deepinfer-core/src/deepinfer", external=True)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Everything that is neither slow nor in need of a device or a network."""
+    where = session.posargs or ["tests", "--ignore=tests/plugins", "-m", QUICK]
+    session.run(shared(session), "-m", "pytest", "-q", *where, external=True, env=quiet())
+
+
+@nox.session(venv_backend="none")
+def plugins(session: nox.Session) -> None:
+    """The conformance kit on core's backends and on the sample plugin; faults must be named."""
+    python = shared(session)
+    for backend in ("reference", "cpu"):
+        session.run(python, *KIT, "--backend", backend, external=True, env=quiet())
+    install = (python, "-m", "pip", "install", "-q", "--no-deps")
+    session.run(*install, str(SAMPLE), external=True, env=bound())
+    try:
+        session.run(python, *KIT, "--backend", "sample", external=True, env=quiet())
+        session.run(python, "-m", "pytest", "-q", "tests/plugins", external=True, env=quiet())
+    finally:
+        gone = (python, "-m", "pip", "uninstall", "-q", "-y", "deepinfer-backend-sample")
+        session.run(*gone, external=True)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Links between Markdown files resolve; the README's Python runs; the settings page is current."""
+    session.run(shared(session), "-m", "pytest", "-q", "tests/docs", external=True, env=quiet())
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """Build the wheels, install them in an empty environment, run the README's first example."""
+    wheels = ROOT / "dist"
+    shutil.rmtree(wheels, ignore_errors=True)
+    session.install("build", env=bound())
+    session.run("python", "-m", "build", "-q", "-o", str(wheels), str(CORE), env=bound())
+    built = [str(path) for path in wheels.glob("*.whl")]
+    session.install(*built, env=bound())
+    outside = session.create_tmp()  # so that the checkout is not what gets imported
+    with session.chdir(outside):
+        session.run("python", str(ROOT / "examples" / "offline_inference.py"), env=quiet())
+        session.run("deepinfer", "plugins", "list", env=quiet())
+
+
+@nox.session(default=False)
+def lowest(session: nox.Session) -> None:
+    """The tests against the oldest versions that pyproject.toml allows.
+
+    torch stays at the version of constraints.txt: its oldest allowed one is no CPU build everywhere
+    and would pull gigabytes. Needs Python 3.11 or 3.12 (older numpy has no later wheels).
+    """
+    limits = Path(session.create_tmp()) / "lowest.txt"
+    limits.write_text("\n".join(lower_bounds()) + "\n", "utf-8")
+    session.install("-c", str(limits), f"{CORE}[test]", env={"PIP_CONSTRAINT": str(limits)})
+    session.run("python", "-m", "pip", "list")
+    where = session.posargs or [
+        "tests",
+        "--ignore=tests/plugins",
+        "--ignore=tests/docs",
+        "-m",
+        QUICK,
+    ]
+    session.run("python", "-m", "pytest", "-q", *where, env=quiet())
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """``deepinfer bench`` on the demo model; its arguments follow ``--``."""
+    session.run(shared(session), "-m", "deepinfer", "bench", *session.posargs, external=True)
+
+
+def shared(session: nox.Session) -> str:
+    """The Python of the shared environment; made anew when what goes into it has changed."""
+    python = SHARED / ("Scripts" if os.name == "nt" else "bin") / "python"
+    stamp = SHARED / "made-from"
+    wanted = fingerprint()
+    if not stamp.is_file() or stamp.read_text("utf-8") != wanted:
+        session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
+        install = (str(python), "-m", "pip", "install", "-q")
+        session.run(
+            *install, "-e", f"{CORE}[test,transformers]", "mypy", external=True, env=bound()
+        )
+        stamp.write_text(wanted, "utf-8")
+    return str(python)
+
+
+def fingerprint() -> str:
+    """Of all that an editable install copies or builds: metadata, pins, C sources."""
+    native = CORE / "src" / "deepinfer" / "native"
+    files = [CORE / "pyproject.toml", CORE / "setup.py", CONSTRAINTS]
+    files += sorted([*native.glob("*.c"), *native.glob("*.h")])
+    parts = [path.read_bytes() for path in files if path.is_file()]
+    return hashlib.sha256(b"\0".join([sys.version.encode(), *parts])).hexdigest()
+
+
+def lower_bounds() -> list[str]:
+    """``numpy>=1.26`` as ``numpy==1.26.0``; torch as constraints.txt has it."""
+    project = tomllib.loads((CORE / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    lines = [line for line in CONSTRAINTS.read_text("utf-8").splitlines() if line[:5] == "torch"]
+    for text in wanted:
+        match = re.fullmatch(r"([A-Za-z0-9_-]+)>=([0-9.]+)", text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} states no lower bound that could be tested")
+        if match[1] != "torch":
+            lines.append(f"{match[1]}=={match[2]}")
+    return lines
+
+
+def bound() -> dict[str, str]:
+    """The pins, for pip and for the environments in which pip builds; for this command only."""
+    return {"PIP_CONSTRAINT": str(CONSTRAINTS)}
+
+
+def quiet() -> dict[str, str]:
+    """No model hub is asked for anything, and progress bars stay out of the logs."""
+    return {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
