@@ -310,4 +310,3 @@ def gguf_package() -> Any:
             next_step="pip install 'gguf>=0.17'",
         ) from why
     return gguf
-

@@ -166,7 +166,7 @@ def config(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": embedding[0],
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "torch_dtype": "float16" if file.tensors["token_embd.weight"].quant == "F16" else "bfloat16",
+        "torch_dtype": _dtype(file),
     }
     scaling = _rope_scaling(file, made)
     if scaling is not None:
@@ -176,6 +176,11 @@ def config(file: GGUFFile) -> dict[str, Any]:
         made["sliding_window"] = window
     made.update(_experts(file, arch))
     return {**made, **_token_ids(file)}
+
+
+def _dtype(file: GGUFFile) -> str:
+    """The dtype that ``auto`` means: the stored one if it is 16 bits wide, else bfloat16."""
+    return "float16" if file.tensors["token_embd.weight"].quant == "F16" else "bfloat16"
 
 
 def _require(file: GGUFFile, name: str) -> tuple[int, ...]:
@@ -256,7 +261,8 @@ def _llama3_factors(made: Mapping[str, Any], factor: float, original: int) -> An
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    found = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    meta = file.metadata
+    found = {name: meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     return {name: int(value) for name, value in found.items() if value is not None}
 
 

@@ -82,9 +82,7 @@ def _f16_rows(raw: Bytes, out: Floats) -> None:
 
 
 def _bf16_rows(raw: Bytes, out: Floats) -> None:
-    np.left_shift(
-        np.ascontiguousarray(raw).view(np.uint16), np.uint32(16), out=out.view(np.uint32)
-    )
+    np.left_shift(np.ascontiguousarray(raw).view(np.uint16), np.uint32(16), out=out.view(np.uint32))
 
 
 def _q8_0(raw: Bytes, out: Floats) -> None:

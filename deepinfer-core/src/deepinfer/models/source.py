@@ -166,9 +166,7 @@ def _in_local_copy(root: Path, hub_id: str, setting: str) -> Path:
     )
 
 
-def _from_hub(
-    hub_id: str, revision: str | None, patterns: tuple[str, ...], setting: str
-) -> Path:
+def _from_hub(hub_id: str, revision: str | None, patterns: tuple[str, ...], setting: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as why:
