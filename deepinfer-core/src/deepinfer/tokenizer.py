@@ -2,7 +2,7 @@
 
 Where you are: the front doors turn prompts into ids here before a request reaches the engine; the
 detokenizer and the grammar plugins ask for the bytes of single tokens. ``load_tokenizer`` reads a
-``tokenizer.json`` or the vocabulary inside a GGUF file (``tokenizer_gguf.py``). Importing this file
+``tokenizer.json`` or the vocabulary inside a GGUF file (``models/gguf_tokenizer.py``). Importing this file
 loads nothing but the standard library; ``tokenizers`` comes on first use, transformers only for
 files that nothing else reads.
 """
@@ -215,7 +215,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         TokenizerError: there is none, or its kind is unknown.
     """
     if source.tokenizer_path.is_file():
-        from deepinfer.tokenizer_gguf import from_gguf
+        from deepinfer.models.gguf_tokenizer import from_gguf
 
         return from_gguf(source.tokenizer_path, source.name)
     return _from_directory(source.tokenizer_path, source)

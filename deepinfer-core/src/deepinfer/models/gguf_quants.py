@@ -34,15 +34,14 @@ def dequantize_into(raw: Bytes, quant: str, out: torch.Tensor, where: str) -> No
     rows, columns = out.shape
     step = max(_CHUNK // max(columns, 1), 1)
     direct = out.numpy() if out.dtype == torch.float32 else None
-    buffer = np.empty((min(step, rows), columns), np.float32) if direct is None else None
+    buffer = np.empty((min(step, rows), columns), np.float32)
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        if direct is not None:
-            decode(raw[first:last], direct[first:last])
-        else:
-            assert buffer is not None
-            decode(raw[first:last], buffer[: last - first])
-            out[first:last].copy_(torch.from_numpy(buffer[: last - first]))
+        chunk = buffer[: last - first] if direct is None else direct[first:last]
+        with np.errstate(all="ignore"):  # a damaged scale is the model's NaN, not our warning
+            decode(raw[first:last], chunk)
+        if direct is None:
+            out[first:last].copy_(torch.from_numpy(chunk))
 
 
 def _decoder(quant: str, where: str) -> Callable[[Bytes, Floats], None]:

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from deepinfer.errors import TokenizerError
-from deepinfer.tokenizer import Tokenizer, TokenizerParts, tokenizers_package
+from deepinfer.models.gguf import GGUFFile
+
+if TYPE_CHECKING:
+    from deepinfer.tokenizer import Tokenizer, TokenizerParts
 
 _SPACE: Final = "\u2581"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -93,7 +96,7 @@ def from_gguf(path: Path, name: str) -> Tokenizer:
     Raises:
         TokenizerError: the file holds none, or one of a kind that is not known.
     """
-    from deepinfer.models.gguf import GGUFFile
+    from deepinfer.tokenizer import Tokenizer
 
     meta = GGUFFile(path).metadata
     kind = meta.get("tokenizer.ggml.model")
@@ -111,7 +114,15 @@ def from_gguf(path: Path, name: str) -> Tokenizer:
     return Tokenizer(inner, _parts(meta, name, bos_default))
 
 
+def _tokenizers() -> Any:
+    from deepinfer.tokenizer import tokenizers_package
+
+    return tokenizers_package()
+
+
 def _parts(meta: Mapping[str, Any], name: str, bos_default: bool) -> TokenizerParts:
+    from deepinfer.tokenizer import TokenizerParts
+
     def token_id(key: str) -> int | None:
         value = meta.get(f"tokenizer.ggml.{key}_token_id")
         return None if value is None else int(value)
@@ -142,7 +153,7 @@ def _templates(meta: Mapping[str, Any]) -> dict[str, str]:
 
 def _add_tokens(inner: Any, tokens: list[str], types: Iterable[int]) -> None:
     """Mark control and user-defined tokens, in id order; the vocabulary already has their ids."""
-    added_token = tokenizers_package().AddedToken
+    added_token = _tokenizers().AddedToken
     marked = [(int(t), i) for i, t in enumerate(types) if t in (_CONTROL, _USER_DEFINED)]
     for kind, group in groupby(marked, key=lambda pair: pair[0]):
         special = kind == _CONTROL
@@ -151,7 +162,7 @@ def _add_tokens(inner: Any, tokens: list[str], types: Iterable[int]) -> None:
 
 
 def _byte_level(path: Path, meta: Mapping[str, Any], tokens: list[str]) -> tuple[Any, bool]:
-    tk = tokenizers_package()
+    tk = _tokenizers()
     split = _split(path, meta)
     merges = [tuple(m.split(" ", 1)) for m in meta.get("tokenizer.ggml.merges", ())]
     model = tk.models.BPE(
@@ -185,7 +196,7 @@ def _split(path: Path, meta: Mapping[str, Any]) -> _Split:
 
 def _sentencepiece(path: Path, meta: Mapping[str, Any], tokens: list[str]) -> tuple[Any, bool]:
     """SentencePiece BPE: merges are not stored, they follow from the scores of the pieces."""
-    tk = tokenizers_package()
+    tk = _tokenizers()
     vocab = {token: i for i, token in enumerate(tokens)}
     scores = meta.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
