@@ -23,6 +23,7 @@ SAMPLE = ROOT / "tests" / "plugins" / "deepinfer-backend-sample"
 SHARED = ROOT / ".nox" / "core"
 CONSTRAINTS = ROOT / "constraints.txt"
 KIT = ("-m", "pytest", "-q", "--pyargs", "deepinfer.testing.conformance")
+DOCS = ("tests/house/test_docs.py", "tests/house/test_contract.py")
 QUICK = "not slow and not network and not gpu and not npu"
 
 nox.needs_version = ">=2024.4"
@@ -51,7 +52,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that is neither slow nor in need of a device or a network."""
     where = session.posargs or ["tests", "--ignore=tests/plugins", "-m", QUICK]
-    session.run(shared(session), "-m", "pytest", "-q", *where, external=True, env=quiet())
+    session.run(shared(session), "-m", "pytest", "-q", *where, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -59,12 +60,12 @@ def plugins(session: nox.Session) -> None:
     """The conformance kit on core's backends and on the sample plugin; faults must be named."""
     python = shared(session)
     for backend in ("reference", "cpu"):
-        session.run(python, *KIT, "--backend", backend, external=True, env=quiet())
+        session.run(python, *KIT, "--backend", backend, external=True)
     install = (python, "-m", "pip", "install", "-q", "--no-deps")
     session.run(*install, str(SAMPLE), external=True, env=bound())
     try:
-        session.run(python, *KIT, "--backend", "sample", external=True, env=quiet())
-        session.run(python, "-m", "pytest", "-q", "tests/plugins", external=True, env=quiet())
+        session.run(python, *KIT, "--backend", "sample", external=True)
+        session.run(python, "-m", "pytest", "-q", "tests/plugins", external=True)
     finally:
         gone = (python, "-m", "pip", "uninstall", "-q", "-y", "deepinfer-backend-sample")
         session.run(*gone, external=True)
@@ -72,8 +73,8 @@ def plugins(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Links between Markdown files resolve; the README's Python runs; the settings page is current."""
-    session.run(shared(session), "-m", "pytest", "-q", "tests/docs", external=True, env=quiet())
+    """Links in Markdown files resolve, the README's Python runs, the settings page is current."""
+    session.run(shared(session), "-m", "pytest", "-q", *DOCS, external=True)
 
 
 @nox.session
@@ -87,8 +88,8 @@ def dist(session: nox.Session) -> None:
     session.install(*built, env=bound())
     outside = session.create_tmp()  # so that the checkout is not what gets imported
     with session.chdir(outside):
-        session.run("python", str(ROOT / "examples" / "offline_inference.py"), env=quiet())
-        session.run("deepinfer", "plugins", "list", env=quiet())
+        session.run("python", str(ROOT / "examples" / "offline_inference.py"))
+        session.run("deepinfer", "plugins", "list")
 
 
 @nox.session(default=False)
@@ -105,11 +106,10 @@ def lowest(session: nox.Session) -> None:
     where = session.posargs or [
         "tests",
         "--ignore=tests/plugins",
-        "--ignore=tests/docs",
         "-m",
         QUICK,
     ]
-    session.run("python", "-m", "pytest", "-q", *where, env=quiet())
+    session.run("python", "-m", "pytest", "-q", *where)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -159,8 +159,3 @@ def lower_bounds() -> list[str]:
 def bound() -> dict[str, str]:
     """The pins, for pip and for the environments in which pip builds; for this command only."""
     return {"PIP_CONSTRAINT": str(CONSTRAINTS)}
-
-
-def quiet() -> dict[str, str]:
-    """No model hub is asked for anything, and progress bars stay out of the logs."""
-    return {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
