@@ -1,0 +1,95 @@
+"""The command line: ``deepinfer`` or ``python -m deepinfer``.
+
+Where you are: the door for people. Each command lives in its own file under ``cli`` and is
+imported when it is called, so that ``--help`` stays quick. Only this program configures logging;
+the library never does.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Final
+
+import click
+
+from deepinfer import __version__
+from deepinfer.errors import (
+    ConfigError,
+    DeepInferError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
+
+_BAD_INPUT: Final = (ConfigError, InvalidRequestError, ModelNotFoundError)
+_COMMANDS: Final = {
+    "generate": ("deepinfer.cli.generate:generate", "Continue prompts: arguments, files, stdin."),
+    "chat": ("deepinfer.cli.chat:chat", "Talk with a model in the terminal."),
+    "run-batch": ("deepinfer.cli.run_batch:run_batch", "Run an OpenAI batch file."),
+    "bench": ("deepinfer.cli.bench:bench", "Measure latency, throughput and start-up."),
+    "verify": ("deepinfer.cli.verify:verify", "Check promises on this machine: determinism."),
+    "plugins": ("deepinfer.cli.plugins:plugins", "List, diagnose and create plugins."),
+    "doctor": ("deepinfer.cli.doctor:doctor", "Diagnose this installation."),
+    "config": ("deepinfer.cli.config:config", "Show settings; estimate memory."),
+}
+
+
+class _Lazy(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in _COMMANDS.items()])
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="deepinfer")
+@click.option("-v", "--verbose", count=True, help="Log what happens; -vv logs every step.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.pass_context
+def cli(ctx: click.Context, verbose: int, debug: bool) -> None:
+    """DeepInfer: run language models."""
+    level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
+    logging.basicConfig(level=level, format="%(levelname).1s %(name)s: %(message)s")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code."""
+    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(argv: list[str]) -> int:
+    """0 done, 1 failed, 2 the input was wrong, 130 interrupted."""
+    try:
+        code = cli.main(args=argv, prog_name="deepinfer", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.ClickException as why:
+        why.show()
+        return why.exit_code
+    except click.Abort:
+        click.echo("Interrupted.", err=True)
+        return 130
+    except DeepInferError as why:
+        if "--debug" in argv:
+            traceback.print_exc()
+        click.echo(f"error: {why.message}", err=True)
+        if why.next_step:
+            click.echo(why.next_step, err=True)
+        return 2 if isinstance(why, _BAD_INPUT) else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""``deepinfer generate``: prompts in, text or jsonl out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+import click
+
+from deepinfer.cli.options import engine_options, open_llm, sampling_options, sampling_params
+from deepinfer.errors import InvalidRequestError
+
+
+@click.command()
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "-f",
+    "--file",
+    "files",
+    type=click.File("r", encoding="utf-8"),
+    multiple=True,
+    help="Prompts from a file: a line each, or jsonl with prompt, prompt_token_ids or messages.",
+)
+@click.option("--chat", is_flag=True, help="A prompt is a user's message to a chat model.")
+@click.option("--system", help="A system message, with --chat.")
+@click.option("--json", "as_json", is_flag=True, help="Write jsonl.")
+@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), help="Write jsonl there.")
+@click.option("--progress/--no-progress", default=None, help="Default: if stderr is a terminal.")
+@sampling_options
+@engine_options
+def generate(
+    prompts: tuple[str, ...],
+    files: tuple[IO[str], ...],
+    chat: bool,
+    system: str | None,
+    as_json: bool,
+    output: IO[str] | None,
+    progress: bool | None,
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+) -> int:
+    """Continue PROMPTS, or the lines of --file or of standard input."""
+    asked = list(_asked(prompts, files))
+    if not asked:
+        raise click.UsageError("No prompt: give arguments, --file, or text on standard input.")
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat.")
+    with open_llm(engine) as llm:
+        params = sampling_params(sampling, llm.get_default_sampling_params())
+        show = sys.stderr.isatty() if progress is None else progress
+        results = _run(llm, [_prompt(llm, p, chat, system) for p in asked], params, show)
+    if as_json or output is not None:
+        for prompt, result in zip(asked, results, strict=True):
+            click.echo(json.dumps(record(prompt, result), ensure_ascii=False), file=output)
+    else:
+        _print(results)
+    failed = [r for r in results if r.error is not None]
+    for result in failed:
+        click.echo(f"error: {result.error}", err=True)
+    return 1 if failed else 0
+
+
+def _asked(prompts: Iterable[str], files: Iterable[IO[str]]) -> Iterator[Any]:
+    """Texts, id lists or lists of messages."""
+    given = False
+    for prompt in prompts:
+        given = True
+        yield prompt
+    for file in files:
+        given = True
+        yield from _lines(file, file.name.endswith((".jsonl", ".json")))
+    if not given and not sys.stdin.isatty():
+        text = sys.stdin.read()
+        if text.strip():
+            yield text.rstrip("\n")
+
+
+def _lines(file: Iterable[str], jsonl: bool) -> Iterator[Any]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        yield _of_json(line, number) if jsonl else line.rstrip("\n")
+
+
+def _of_json(line: str, number: int) -> Any:
+    try:
+        value = json.loads(line)
+    except ValueError as why:
+        raise InvalidRequestError(f"line {number} is no JSON: {why}.") from None
+    if isinstance(value, dict):
+        for key in ("messages", "prompt_token_ids", "prompt"):
+            if key in value:
+                return {key: value[key]} if key == "messages" else value[key]
+    elif isinstance(value, str | list):
+        return value
+    raise InvalidRequestError(f"line {number} has none of prompt, prompt_token_ids and messages.")
+
+
+def _prompt(llm: Any, asked: Any, chat: bool, system: str | None) -> Any:
+    if isinstance(asked, dict):
+        messages = asked["messages"]
+    elif chat and isinstance(asked, str):
+        messages = [{"role": "user", "content": asked}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+    else:
+        return asked
+    return {"prompt_token_ids": llm.assembly.render_chat(messages)}
+
+
+def _run(llm: Any, prompts: list[Any], params: Any, show: bool) -> list[Any]:
+    results: list[Any] = llm.generate(prompts, params, use_tqdm=show and len(prompts) > 1)
+    return results
+
+
+def record(prompt: Any, result: Any) -> dict[str, Any]:
+    """One line of jsonl."""
+    line: dict[str, Any] = {"request_id": result.request_id, "prompt": prompt}
+    line["outputs"] = [
+        {
+            "index": out.index,
+            "text": out.text,
+            "token_ids": list(out.token_ids),
+            "finish_reason": out.finish_reason,
+            "stop_reason": out.stop_reason,
+            **({} if out.logprobs is None else {"logprobs": _logprobs(out.logprobs)}),
+        }
+        for out in result.outputs
+    ]
+    if result.error is not None:
+        line["error"] = str(result.error)
+    return line
+
+
+def _logprobs(logprobs: Iterable[Any]) -> list[dict[str, float]]:
+    return [{str(t): lp.logprob for t, lp in candidates.items()} for candidates in logprobs]
+
+
+def _print(results: list[Any]) -> None:
+    several = sum(len(result.outputs) for result in results) > 1
+    for i, result in enumerate(results):
+        for out in result.outputs:
+            if several:
+                click.secho(f"--- {i + 1}.{out.index + 1}", dim=True)
+            click.echo(out.text)

@@ -1,0 +1,149 @@
+"""Options that several commands share, gathered into one dictionary each.
+
+Where you are: between click and the library's keyword arguments. An option that was not given is
+left out, so the library's own default (or the environment) decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import click
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def _opt(*names: str, **kwargs: Any) -> Option:
+    return names, kwargs
+
+
+_ENGINE: Final[Sequence[Option]] = (
+    _opt("-m", "--model", default="demo", show_default=True, help="Directory, GGUF, hub id."),
+    _opt("--tokenizer", help="Where the tokenizer lies, if not with the model."),
+    _opt("--revision", help="Of a hub id."),
+    _opt("--dtype", type=click.Choice(["auto", "float32", "bfloat16"])),
+    _opt("--backend", help="A backend plugin's name."),
+    _opt("--device", type=click.Choice(["cpu", "cuda", "npu"])),
+    _opt("--quantization", type=click.Choice(["int8"]), help="Of weights."),
+    _opt("--max-model-len", type=int, help="Longest text in tokens."),
+    _opt("--max-num-seqs", type=int, help="Requests that run at once."),
+    _opt("--max-num-batched-tokens", type=int, help="Tokens of one step."),
+    _opt("--kv-cache-memory", help='Bytes of KV, as "2GiB".'),
+    _opt("--gpu-memory-utilization", type=float),
+    _opt("--engine-seed", "engine_seed", type=int, help="Where seeds of requests come from."),
+    _opt("--batch-invariant/--no-batch-invariant", default=None, help="Results free of the batch."),
+    _opt("--prefix-caching/--no-prefix-caching", "enable_prefix_caching", default=None),
+    _opt("--overlap/--no-overlap", default=None, help="Plan one step ahead of the device."),
+    _opt("--scheduling-policy", help="fcfs, priority or a plugin's."),
+    _opt("--threads", "num_threads", type=int, help="CPU threads."),
+    _opt("--generation-config", type=click.Choice(["auto", "none"])),
+    _opt("--trust-remote-code", is_flag=True, default=None, help="Accepted; nothing is run."),
+    _opt("--ep", "expert_parallel_size", type=int, help="Expert parallel size."),
+    _opt("--dp", "data_parallel_size", type=int, help="Data parallel size."),
+    _opt("--cp", "context_parallel_size", type=int, help="Context parallel size."),
+    _opt("--tp", "tensor_parallel_size", type=int, help="Tensor parallel size."),
+    _opt("--no-plugin", "disable_plugins", multiple=True, help="A plugin to leave out."),
+)
+
+_SAMPLING: Final[Sequence[Option]] = (
+    _opt("-n", "--max-tokens", type=int, help="Longest output; 0 runs to the context's end."),
+    _opt("--min-tokens", type=int),
+    _opt("-t", "--temperature", type=float, help="0 is greedy."),
+    _opt("--top-k", type=int),
+    _opt("--top-p", type=float),
+    _opt("--min-p", type=float),
+    _opt("--presence-penalty", type=float),
+    _opt("--frequency-penalty", type=float),
+    _opt("--repetition-penalty", type=float),
+    _opt("-s", "--seed", type=int, help="Same seed, same text."),
+    _opt("--samples", "n", type=int, help="Samples per prompt."),
+    _opt("--stop", multiple=True, help="A text that ends the output."),
+    _opt("--stop-token-id", "stop_token_ids", type=int, multiple=True),
+    _opt("--include-stop-text", "include_stop_str_in_output", is_flag=True, default=None),
+    _opt("--ignore-eos", is_flag=True, default=None),
+    _opt("--bad-word", "bad_words", multiple=True, help="A text that may not appear."),
+    _opt("--allow-token-id", "allowed_token_ids", type=int, multiple=True),
+    _opt("--logit-bias", multiple=True, metavar="ID:BIAS", help="Added to a token's logit."),
+    _opt("--logprobs", type=int, help="Best candidates to report per token."),
+    _opt("--keep-special-tokens", "skip_special_tokens", flag_value=False, default=None),
+)
+
+
+def engine_options(command: _Command) -> _Command:
+    """Adds the engine's options; the command gets them as ``engine: dict``."""
+    return _gathered(command, _ENGINE, "engine")
+
+
+def sampling_options(command: _Command) -> _Command:
+    """Adds the sampling options; the command gets them as ``sampling: dict``."""
+    return _gathered(command, _SAMPLING, "sampling")
+
+
+def _gathered(command: _Command, options: Sequence[Option], name: str) -> _Command:
+    fields = [_field(names) for names, _ in options]
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **given: Any) -> Any:
+        taken = {key: given.pop(key) for key in fields}
+        given[name] = {k: v for k, v in taken.items() if v is not None and v != ()}
+        return command(*args, **given)
+
+    for names, kwargs in reversed(options):
+        wrapper = click.option(*names, **kwargs)(wrapper)
+    return wrapper  # type: ignore[return-value]
+
+
+def _field(names: Sequence[str]) -> str:
+    """The parameter name that click makes of an option's names."""
+    plain = [name for name in names if not name.startswith("-")]
+    if plain:
+        return plain[0]
+    long = max((n.partition("/")[0] for n in names), key=lambda n: n.startswith("--"))
+    return long.lstrip("-").replace("-", "_")
+
+
+def open_llm(engine: dict[str, Any]) -> Any:
+    """An ``LLM`` from the engine's options."""
+    from deepinfer.entrypoints.llm import LLM
+
+    return LLM.from_config(engine_config(engine))
+
+
+def open_async_llm(engine: dict[str, Any]) -> Any:
+    """An ``AsyncLLM`` from the engine's options."""
+    from deepinfer.entrypoints.async_llm import AsyncLLM
+
+    return AsyncLLM(engine_config(engine))
+
+
+def engine_config(engine: dict[str, Any]) -> Any:
+    """The configuration that the engine's options describe."""
+    from deepinfer.config import EngineConfig
+
+    arguments = dict(engine)
+    if "engine_seed" in arguments:
+        arguments["seed"] = arguments.pop("engine_seed")
+    return EngineConfig.make(**arguments)
+
+
+def sampling_params(sampling: dict[str, Any], base: Any) -> Any:
+    """``base`` with what was given on the command line in its place."""
+    from deepinfer.sampling_params import SamplingParams
+
+    given = dict(sampling)
+    if given.get("max_tokens") == 0:
+        given["max_tokens"] = None
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
+    return SamplingParams(**{**base.model_dump(exclude_unset=True), **given})
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not ID:BIAS", param_hint="--logit-bias") from None

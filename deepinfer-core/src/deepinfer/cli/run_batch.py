@@ -1,0 +1,211 @@
+"""``deepinfer run-batch``: OpenAI's batch file format, in and out.
+
+Each line of the input names a ``custom_id``, a ``url`` (``/v1/chat/completions`` or
+``/v1/completions``) and a ``body``; each gets one line of output, in order. A bad line costs only
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, Final
+
+import click
+
+from deepinfer.cli.options import engine_options, open_llm
+from deepinfer.errors import DeepInferError, InvalidRequestError
+
+_CHAT: Final = "/v1/chat/completions"
+_TEXT: Final = "/v1/completions"
+# Fields of a body that mean what SamplingParams means by the same name.
+_SAME: Final = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "stop", "stop_token_ids", "seed", "seq_seed", "ignore_eos", "min_tokens",
+    "max_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "so_args", "prompt_logprobs",
+)  # fmt: skip
+_OURS: Final = ("messages", "prompt", "max_completion_tokens", "logit_bias", "logprobs",
+                "top_logprobs", "response_format", "tools", "chat_template")  # fmt: skip
+_IGNORED: Final = ("model", "stream", "user", "metadata", "store", "service_tier")
+
+
+@dataclass(slots=True)
+class _Job:
+    """One line: what it asks, or why it cannot be asked."""
+
+    custom_id: Any
+    chat: bool = False
+    prompt: Any = None
+    params: Any = None
+    error: DeepInferError | None = None
+    result: Any = None
+
+
+@click.command(name="run-batch")
+@click.option("-i", "--input", "source", type=click.File("r", encoding="utf-8"), required=True)
+@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), default="-")
+@click.option("--progress/--no-progress", default=None, help="Default: if stderr is a terminal.")
+@engine_options
+def run_batch(
+    source: IO[str], output: IO[str], progress: bool | None, engine: dict[str, Any]
+) -> int:
+    """Run every request of a batch file; one line of output for each line of input."""
+    lines = [line for line in source if line.strip()]
+    with open_llm(engine) as llm:
+        jobs = [_job(llm, line, number) for number, line in enumerate(lines, 1)]
+        ready = [job for job in jobs if job.error is None]
+        show = sys.stderr.isatty() if progress is None else progress
+        if ready:
+            prompts = [job.prompt for job in ready]
+            # Two of them at least, so that an invalid one becomes an error and not an exception.
+            results = _generate(llm, prompts, [job.params for job in ready], show)
+            for job, result in zip(ready, results, strict=True):
+                job.result, job.error = result, result.error
+        name = llm.get_tokenizer().name
+    for number, job in enumerate(jobs, 1):
+        output.write(json.dumps(_line(job, number, name), ensure_ascii=False) + "\n")
+    return 0 if all(job.error is None for job in jobs) else 1
+
+
+def _generate(llm: Any, prompts: list[Any], params: list[Any], show: bool) -> list[Any]:
+    from deepinfer.entrypoints.outputs import failed_output
+
+    try:
+        results: list[Any] = llm.generate(prompts, params, use_tqdm=show)
+        return results
+    except InvalidRequestError as why:  # the only one
+        return [failed_output("", None, (), why)]
+
+
+def _job(llm: Any, line: str, number: int) -> _Job:
+    job = _Job(None)
+    try:
+        asked = json.loads(line)
+        if not isinstance(asked, dict) or not isinstance(asked.get("body"), dict):
+            raise InvalidRequestError(f"line {number} has no body.", setting="body")
+        job.custom_id = asked.get("custom_id")
+        url, body = asked.get("url"), asked["body"]
+        if asked.get("method", "POST") != "POST" or url not in (_CHAT, _TEXT):
+            raise InvalidRequestError(
+                f"{asked.get('method')} {url} is not served; POST {_CHAT} and {_TEXT} are.",
+                setting="url",
+            )
+        job.chat = url == _CHAT
+        job.params = body_params(body, llm.get_default_sampling_params(), job.chat)
+        job.prompt = _prompt(llm, body) if job.chat else body.get("prompt")
+        if job.prompt is None:
+            raise InvalidRequestError("The body has no prompt.", setting="prompt")
+    except ValueError as why:
+        known = isinstance(why, DeepInferError)
+        job.error = why if known else InvalidRequestError(f"line {number} is no JSON: {why}.")
+    except DeepInferError as why:
+        job.error = why
+    return job
+
+
+def _prompt(llm: Any, body: Mapping[str, Any]) -> dict[str, Any]:
+    ids = llm.assembly.render_chat(
+        body.get("messages"), True, body.get("chat_template"), body.get("tools")
+    )
+    return {"prompt_token_ids": ids}
+
+
+def body_params(body: Mapping[str, Any], base: Any, chat: bool) -> Any:
+    """A body's sampling parameters over the model's defaults; unknown fields are refused."""
+    from deepinfer.sampling_params import SamplingParams
+
+    unknown = sorted(k for k in body if k not in (*_SAME, *_OURS, *_IGNORED))
+    if unknown:
+        raise InvalidRequestError(f"Unknown field: {', '.join(unknown)}.", setting=unknown[0])
+    given = {k: body[k] for k in _SAME if body.get(k) is not None}
+    if body.get("max_completion_tokens") is not None:
+        given["max_tokens"] = body["max_completion_tokens"]
+    if chat:
+        given.setdefault("max_tokens", None)
+    if body.get("logit_bias"):
+        given["logit_bias"] = {int(k): v for k, v in body["logit_bias"].items()}
+    given.update(_logprobs_wish(body, chat), **_format_wish(body.get("response_format")))
+    return SamplingParams(**{**base.model_dump(exclude_unset=True), **given})
+
+
+def _logprobs_wish(body: Mapping[str, Any], chat: bool) -> dict[str, int]:
+    wish = body.get("logprobs")
+    if wish is None or wish is False:
+        return {}
+    return {"logprobs": int(body.get("top_logprobs") or 0) if chat else int(wish)}
+
+
+def _format_wish(wish: Any) -> dict[str, Any]:
+    kind = (wish or {}).get("type", "text")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"so_args": {"schema_type": "json_object"}}
+    if kind == "json_schema":
+        return {"so_args": {"schema_type": "json", "schema": wish["json_schema"].get("schema")}}
+    raise InvalidRequestError(f"response_format.type={kind!r} is unknown.", setting="type")
+
+
+def _line(job: _Job, number: int, model: str) -> dict[str, Any]:
+    if job.error is not None:
+        status = 400 if isinstance(job.error, InvalidRequestError) else 500
+        body: dict[str, Any] = {"error": {"message": str(job.error), "type": _code(job.error)}}
+    else:
+        status, body = 200, _body(job, model, number)
+    return {
+        "id": f"batch_req_{number}",
+        "custom_id": job.custom_id,
+        "response": {"status_code": status, "request_id": f"req_{number}", "body": body},
+        "error": None if job.error is None else body["error"],
+    }
+
+
+def _code(error: Exception) -> str:
+    return error.code if isinstance(error, DeepInferError) else "internal"
+
+
+def _body(job: _Job, model: str, number: int) -> dict[str, Any]:
+    result = job.result
+    written = sum(len(out.token_ids) for out in result.outputs)
+    prompt = len(result.prompt_token_ids)
+    return {
+        "id": f"{'chatcmpl' if job.chat else 'cmpl'}-{number}",
+        "object": "chat.completion" if job.chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": list(_choices(job)),
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+        },
+    }
+
+
+def _choices(job: _Job) -> Iterator[dict[str, Any]]:
+    for out in job.result.outputs:
+        choice: dict[str, Any] = {"index": out.index, "finish_reason": out.finish_reason}
+        if job.chat:
+            choice["message"] = {"role": "assistant", "content": out.text}
+        else:
+            choice["text"] = out.text
+        if out.logprobs is not None:
+            choice["logprobs"] = {"content": [_token(t, lps) for t, lps in _pairs(out)]}
+        yield choice
+
+
+def _pairs(out: Any) -> Iterator[tuple[int, dict[int, Any]]]:
+    yield from zip(out.token_ids, out.logprobs, strict=True)
+
+
+def _token(token: int, logprobs: Mapping[int, Any]) -> dict[str, Any]:
+    ranked = sorted(logprobs.values(), key=lambda lp: lp.rank)
+    return {
+        "token": logprobs[token].decoded_token,
+        "logprob": logprobs[token].logprob,
+        "top_logprobs": [{"token": lp.decoded_token, "logprob": lp.logprob} for lp in ranked],
+    }

@@ -1,0 +1,193 @@
+"""From an :class:`EngineConfig` to a running engine: every part is opened here, in one function.
+
+Where you are: behind both front doors. Order: find the model, choose plugins, read the tokenizer,
+start the executor (weights, KV), build the brain. If a later part fails, what was opened is closed
+before the error leaves. Each stage is timed; the tree is ``Assembly.timings``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from deepinfer import settings
+from deepinfer.config import EngineConfig
+from deepinfer.entrypoints.inputs import Message, Preparer
+from deepinfer.errors import InvalidRequestError, TokenizerError
+from deepinfer.plugins import PluginManager, Resolution, Wanted
+from deepinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.api.executor import Executor, ModelFacts
+    from deepinfer.chat import ChatFormat
+    from deepinfer.engine.engine import Engine
+    from deepinfer.models.source import ModelSource
+    from deepinfer.tokenizer import Tokenizer
+
+logger: Final = logging.getLogger("deepinfer")
+_FROM_CHECKPOINT: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class StartupTimes:
+    """Seconds per stage of a start, in order."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time one stage."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = time.perf_counter() - began
+
+    def tree(self) -> str:
+        """For a terminal."""
+        total = sum(self.stages.values())
+        lines = [f"start-up {total:8.2f} s"]
+        lines += [f"  {name:<24} {seconds:8.3f} s" for name, seconds in self.stages.items()]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True, kw_only=True)
+class Assembly:
+    """All parts of one engine. ``engine.close()`` closes the executor too."""
+
+    config: EngineConfig
+    executor: Executor
+    facts: ModelFacts
+    tokenizer: Any
+    engine: Engine
+    preparer: Preparer
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    resolution: Resolution | None = None
+    times: StartupTimes = field(default_factory=StartupTimes)
+    _chat_formats: dict[str | None, ChatFormat] = field(default_factory=dict)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Stage → seconds."""
+        return self.times.stages
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """A conversation as token ids."""
+        if self.tokenizer is None:
+            raise TokenizerError("This engine has no tokenizer, so it cannot chat.")
+        chat = self._chat_formats.get(template)
+        if chat is None:
+            from deepinfer.chat import chat_format
+
+            chat = self._chat_formats[template] = chat_format(self.tokenizer, template)
+        text = chat.render(messages, tools, add_generation_prompt, template_kwargs)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+def assemble(config: EngineConfig) -> Assembly:
+    """Open everything that the configuration names.
+
+    Raises:
+        DeepInferError: what is missing or broken; whatever was opened before is closed again.
+    """
+    for sentence in settings.unknown():
+        logger.warning("%s", sentence)
+    times = StartupTimes()
+    with ExitStack() as opened:
+        with times.stage("find the model"):
+            from deepinfer.models.source import resolve
+
+            source = resolve(config.model, revision=config.revision, tokenizer=config.tokenizer)
+        with times.stage("read its header"):
+            raw, generation = _headers(source)
+        with times.stage("choose plugins"):
+            manager = PluginManager(disable=config.disable_plugins)
+            wanted = Wanted.by(config, raw.get("architectures") or ())
+            resolution = manager.resolve(wanted, config)
+        with times.stage("tokenizer"):
+            from deepinfer.tokenizer import load_tokenizer
+
+            tokenizer = load_tokenizer(source)
+        with times.stage("weights and KV"):
+            executor: Executor = resolution.load("executor")()
+            opened.callback(executor.close)
+            facts = executor.start(config, resolution)
+        with times.stage("engine"):
+            from deepinfer.engine.engine import Engine
+
+            engine = Engine(
+                config,
+                executor,
+                facts,
+                tokenizer=tokenizer,
+                policy=resolution.load("policy")(),
+                observers=manager.observers(config),
+            )
+            opened.callback(engine.close)
+        ends = _end_ids(tokenizer, raw, generation, facts.vocab_size)
+        assembly = Assembly(
+            config=config,
+            executor=executor,
+            facts=facts,
+            tokenizer=tokenizer,
+            engine=engine,
+            preparer=Preparer(facts, tokenizer, ends, config.seed),
+            default_params=_defaults(config, generation),
+            resolution=resolution,
+            times=times,
+        )
+        opened.pop_all()
+    logger.info("%s\n%s", _summary(assembly), times.tree())
+    return assembly
+
+
+def _headers(source: ModelSource) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint's config and generation_config; its tensors are not read."""
+    from deepinfer.models.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(source)
+    return checkpoint.config, checkpoint.generation_config
+
+
+def _end_ids(
+    tokenizer: Tokenizer, raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int
+) -> frozenset[int]:
+    ends = set(tokenizer.stop_token_ids)
+    for given in (generation.get("eos_token_id"), raw.get("eos_token_id")):
+        ends.update([given] if isinstance(given, int) else given or ())
+    return frozenset(i for i in ends if 0 <= i < vocab)
+
+
+def _defaults(config: EngineConfig, generation: Mapping[str, Any]) -> SamplingParams:
+    """Sampling defaults of the checkpoint, if they are wanted and valid."""
+    if config.generation_config == "none":
+        return SamplingParams()
+    named = {k: generation[k] for k in _FROM_CHECKPOINT if generation.get(k) is not None}
+    if generation.get("max_new_tokens") is not None:
+        named["max_tokens"] = generation["max_new_tokens"]
+    try:
+        return SamplingParams(**named)
+    except InvalidRequestError as why:
+        logger.warning("The checkpoint's generation_config.json is left out: %s", why)
+        return SamplingParams()
+
+
+def _summary(assembly: Assembly) -> str:
+    facts = assembly.facts
+    return (
+        f"{facts.architecture} on {facts.backend} in {facts.dtype}: "
+        f"{facts.weight_bytes / 1e6:.0f} MB of weights, KV for "
+        f"{facts.num_pages * facts.page_size} tokens, context {facts.max_model_len}"
+    )

@@ -1,0 +1,280 @@
+"""``AsyncLLM``: the same engine for asyncio.
+
+Where you are: the other front door. The engine's thread (``driver``) wakes the event loop once a
+step with everything that its streams gained; each stream folds its part. A stream that is left,
+cancelled, closed or collected ends its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from deepinfer.api.plan import Delta
+from deepinfer.config import EngineConfig
+from deepinfer.entrypoints.assemble import Assembly, assemble
+from deepinfer.entrypoints.driver import Driver
+from deepinfer.entrypoints.inputs import Message, Prepared, Prompt
+from deepinfer.entrypoints.outputs import Gathering, RequestOutput
+from deepinfer.errors import InvalidRequestError
+from deepinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """A model that streams to any number of coroutines of one or several event loops.
+
+    Args:
+        config: what :meth:`EngineConfig.make` gives, or a model's name for all defaults.
+
+    Example:
+        >>> async with AsyncLLM("demo") as llm:
+        ...     async for output in llm.generate("Hello", SamplingParams(max_tokens=8)):
+        ...         print(output.text)
+    """
+
+    def __init__(self, config: EngineConfig | str) -> None:
+        if isinstance(config, str):
+            config = EngineConfig.make(model=config)
+        self._open(assemble(config))
+
+    @classmethod
+    def from_assembly(cls, assembly: Assembly) -> AsyncLLM:
+        """From parts put together elsewhere."""
+        llm = cls.__new__(cls)
+        llm._open(assembly)
+        return llm
+
+    def _open(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self._driver = Driver(assembly.engine)
+        self._ids = itertools.count()
+        self._streams: dict[str, _Stream] = {}
+        self._switchboards: weakref.WeakKeyDictionary[Any, _Switchboard] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._finalizer = weakref.finalize(self, self._driver.close)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue one prompt; yields as ``output_kind`` says.
+
+        ``cumulative``: everything so far, at least once a step that brought news is seen; steps
+        that pass while the caller is busy are folded into one. ``delta``: only what is new.
+        ``final_only``: once, at the end. The last output has ``finished`` set. Leaving the
+        iterator early (``break`` with ``aclose``, cancellation) frees everything at once.
+
+        Raises:
+            InvalidRequestError: the prompt or a parameter cannot be honoured.
+            DeepInferError: the request failed; the engine and all others go on.
+            EngineDeadError, EngineClosedError: there is no engine any more.
+        """
+        params = sampling_params or self.get_default_sampling_params()
+        name = request_id if request_id is not None else f"r{next(self._ids)}"
+        if name in self._streams:
+            raise InvalidRequestError(
+                f"A request with the id {name!r} is still running.", setting="request_id"
+            )
+        prepared = self.assembly.preparer.prepare(name, prompt, params, priority)
+        board = self._switchboard()
+        stream = _Stream(prepared)
+        self._streams[name] = stream
+        ids = [request.id for request in prepared.requests]
+        board.connect(ids, stream)
+        try:
+            self._driver.submit(prepared.requests, board)
+            while (output := await stream.next()) is not None:
+                yield output
+        finally:
+            self._streams.pop(name, None)
+            board.disconnect(ids)
+            if not stream.ended:
+                self._driver.drop(ids, wait=False)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation, through the model's chat template."""
+        ids = self.assembly.render_chat(messages, add_generation_prompt, chat_template, tools)
+        inner = self.generate(ids, sampling_params, request_id, priority=priority)
+        try:
+            async for output in inner:
+                yield output
+        finally:
+            await inner.aclose()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator yields a last output with ``finish_reason`` "abort".
+
+        An unknown id is ignored: it may just have ended.
+        """
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._driver.abort(stream.ids)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.assembly.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without parameters use."""
+        return self.assembly.default_params
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests (samples) that have not ended."""
+        return self._driver.unfinished
+
+    async def get_metrics(self) -> dict[str, Any]:
+        """The engine's counters and the last step's statistics."""
+        answer: dict[str, Any] = await asyncio.to_thread(
+            self._driver.ask, lambda e: {"counters": e.counters, "stats": e.stats}
+        )
+        return answer
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all reusable prefixes."""
+        await asyncio.to_thread(self._driver.ask, lambda e: e.reset_prefix_cache())
+
+    async def check_health(self) -> None:
+        """Raise ``EngineDeadError`` or ``EngineClosedError`` if nothing can be served."""
+        self._driver.check()
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """End what runs and give everything back, without blocking the event loop."""
+        self._finalizer.detach()
+        await asyncio.to_thread(self._driver.close, timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """The same, blocking."""
+        self._finalizer.detach()
+        self._driver.close(timeout)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.shutdown()
+
+    def _switchboard(self) -> _Switchboard:
+        loop = asyncio.get_running_loop()
+        board = self._switchboards.get(loop)
+        if board is None:
+            board = self._switchboards[loop] = _Switchboard(loop)
+        return board
+
+
+class _Switchboard:
+    """The engine's listener for one event loop: one wake-up per step, for all its streams."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._streams: dict[str, tuple[_Stream, int]] = {}
+
+    def connect(self, ids: Sequence[str], stream: _Stream) -> None:
+        for i, name in enumerate(ids):
+            self._streams[name] = stream, i
+
+    def disconnect(self, ids: Iterable[str]) -> None:
+        for name in ids:
+            self._streams.pop(name, None)
+
+    def put(self, deltas: list[Delta]) -> None:
+        """On the engine's thread."""
+        self._on_loop(self._spread, deltas)
+
+    def fail(self, error: Exception) -> None:
+        """On the engine's thread."""
+        self._on_loop(self._fail, error)
+
+    def _on_loop(self, call: Any, argument: Any) -> None:
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(call, argument)
+        elif call == self._spread:
+            raise RuntimeError("the event loop of these requests is closed")
+
+    def _spread(self, deltas: list[Delta]) -> None:
+        touched = set()
+        for delta in deltas:
+            known = self._streams.get(delta.request_id)
+            if known is not None:
+                stream, i = known
+                stream.gathering.add(i, delta)
+                touched.add(stream)
+        for stream in touched:
+            stream.wake()
+
+    def _fail(self, error: Exception) -> None:
+        for stream, _ in list(self._streams.values()):
+            stream.break_off(error)
+
+
+class _Stream:
+    """One prompt's outputs on their way to its iterator. Lives on one event loop."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.gathering = Gathering(
+            prepared.request_id,
+            prepared.prompt,
+            prepared.token_ids,
+            len(prepared.requests),
+            prepared.params.output_kind,
+        )
+        self.ids = [request.id for request in prepared.requests]
+        self._final_only = prepared.params.output_kind == "final_only"
+        self._news = asyncio.Event()
+        self._death: Exception | None = None
+        self._told_end = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has nothing left of it."""
+        return self._death is not None or self.gathering.finished
+
+    def wake(self) -> None:
+        if self.gathering.finished or not self._final_only:
+            self._news.set()
+
+    def break_off(self, error: Exception) -> None:
+        self._death = error
+        self._news.set()
+
+    async def next(self) -> RequestOutput | None:
+        """The next output, None after the last; raises what ended the request."""
+        while not self._told_end:
+            await self._news.wait()
+            self._news.clear()
+            if self._death is not None:
+                raise self._death
+            if self.gathering.error is not None and self.gathering.finished:
+                raise self.gathering.error
+            output = self.gathering.output()
+            self._told_end = output.finished
+            if output.outputs or output.finished:
+                return output
+        return None

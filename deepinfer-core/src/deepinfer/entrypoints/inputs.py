@@ -1,0 +1,250 @@
+"""From what a caller types to :class:`deepinfer.api.plan.Request` s, or an error that names it.
+
+Where you are: the front door's first half. Prompts come as text, ids or dictionaries, alone or
+mixed in a list; everything that needs the vocabulary or the context length is checked here, so
+that the brain only ever sees requests that can run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from deepinfer.api.plan import Request
+from deepinfer.engine.logits import to_row_params
+from deepinfer.engine.request import mix
+from deepinfer.errors import InvalidRequestError, TokenizerError
+from deepinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.api.executor import ModelFacts
+
+
+class TextPrompt(TypedDict):
+    """``{"prompt": "…"}``."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """``{"prompt_token_ids": […]}``."""
+
+    prompt_token_ids: Sequence[int]
+
+
+_DRAWN = 0xD1B54A32D192ED03
+"""Keeps drawn seeds apart from the seeds of parallel samples, which come from ``mix`` too."""
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt that may run: its text if it came as text, its ids, one request per sample."""
+
+    request_id: str
+    prompt: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    requests: tuple[Request, ...]
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """All prompts, and whether the caller gave just one. A flat list of ids is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts], True  # type: ignore[list-item]
+    if not isinstance(prompts, Iterable):
+        raise _no_prompt(prompts)
+    items = list(prompts)
+    if items and all(_is_id(item) for item in items):
+        return [items], True  # type: ignore[list-item]
+    return items, False  # type: ignore[return-value]
+
+
+def one_each(name: str, values: Any, single: type | tuple[type, ...], count: int) -> list[Any]:
+    """One value for all prompts or a value for each; a wrong number is refused."""
+    if values is None or isinstance(values, single):
+        return [values] * count
+    values = list(values)
+    if len(values) != count:
+        raise InvalidRequestError(
+            f"{name} has {len(values)} entries for {count} prompts.",
+            setting=name,
+            next_step="Give one for all, or one per prompt.",
+        )
+    return values
+
+
+def _is_id(item: Any) -> bool:
+    return hasattr(item, "__index__") and not isinstance(item, bool)
+
+
+def _no_prompt(given: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"A prompt is a text, a list of token ids, {{'prompt': …}} or {{'prompt_token_ids': …}}, "
+        f"not {type(given).__name__}.",
+        setting="prompts",
+    )
+
+
+class Preparer:
+    """Turns prompts into requests for one engine.
+
+    Args:
+        facts: the model's vocabulary and context.
+        tokenizer: text to ids; None where only ids can be given.
+        eos_ids: what ends a text unless ``ignore_eos``.
+        seed: where seeds of requests without one come from; None is the system's entropy.
+        clock: stamps arrivals; the engine's clock.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        seed: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._vocab = facts.vocab_size
+        self._max_len = facts.max_model_len
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._seed = seed
+        self._clock = clock
+        self._drawn = itertools.count()
+
+    def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> Prepared:
+        """Check one prompt and make its requests, ``id#i`` for sample i of several.
+
+        Raises:
+            InvalidRequestError: naming the field, what was given and the bound.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params is {type(params).__name__}, not SamplingParams.",
+                setting="sampling_params",
+            )
+        text, ids = self._ids(prompt)
+        self._check_length(ids)
+        self._check_ids(ids, params)
+        arrival, seed = self._clock(), self._seed_of(params)
+        limit = self._limit(len(ids), params)
+        row = to_row_params(params, len(ids), self._eos_ids, self._vocab, self._encode)
+        requests = tuple(
+            Request(
+                id=request_id if params.n == 1 else f"{request_id}#{i}",
+                token_ids=ids,
+                sampling=params,
+                row_params=row,
+                seed=mix(seed, i),
+                limit=limit,
+                eos_ids=self._eos_ids,
+                priority=priority,
+                arrival=arrival,
+                structured=params.so_args,
+            )
+            for i in range(params.n)
+        )
+        return Prepared(request_id, text, ids, params, requests)
+
+    def _ids(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        if isinstance(prompt, Mapping):
+            prompt = _of_mapping(prompt)
+        if isinstance(prompt, str):
+            return prompt, tuple(self._encode_prompt(prompt))
+        if not isinstance(prompt, Iterable):
+            raise _no_prompt(prompt)
+        ids = list(prompt)
+        for item in ids:
+            if not _is_id(item):
+                raise InvalidRequestError(
+                    f"prompt_token_ids holds {item!r}, which is no token id.",
+                    setting="prompt_token_ids",
+                )
+        return None, tuple(map(operator.index, ids))
+
+    def _encode_prompt(self, text: str) -> Sequence[int]:
+        if not text:
+            raise _empty()
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "This engine has no tokenizer, so a prompt must be token ids.", setting="prompts"
+            )
+        try:
+            ids: Sequence[int] = self._tokenizer.encode(text)
+        except TokenizerError as why:  # a lone surrogate, say
+            raise InvalidRequestError(why.message, setting="prompts") from why
+        return ids
+
+    def _encode(self, text: str) -> Sequence[int]:
+        """For texts inside parameters (bad words): without the marks that begin a prompt."""
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "This engine has no tokenizer, so bad_words cannot be used.", setting="bad_words"
+            )
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _check_length(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise _empty()
+        if len(ids) >= self._max_len:
+            raise InvalidRequestError(
+                f"The prompt has {len(ids)} tokens and max_model_len is {self._max_len}: there "
+                "must be room for at least one more.",
+                setting="max_model_len",
+                next_step="Shorten the prompt, or raise max_model_len if the model allows it.",
+            )
+
+    def _check_ids(self, ids: Sequence[int], params: SamplingParams) -> None:
+        self._in_vocabulary("prompt_token_ids", ids)
+        self._in_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._in_vocabulary("logit_bias", params.logit_bias or ())
+        self._in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+
+    def _in_vocabulary(self, name: str, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self._vocab:
+                raise InvalidRequestError(
+                    f"{name}: id {token} is outside the vocabulary (0 … {self._vocab - 1}).",
+                    setting=name,
+                )
+
+    def _limit(self, prompt_len: int, params: SamplingParams) -> int:
+        if params.max_tokens is None:
+            return self._max_len
+        return min(prompt_len + params.max_tokens, self._max_len)
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        if params.effective_seed is not None:
+            return params.effective_seed
+        if self._seed is None:
+            return int.from_bytes(os.urandom(8), "little")
+        return mix(self._seed ^ _DRAWN, next(self._drawn))
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> Prompt:
+    known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+    if len(known) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
+        raise InvalidRequestError(
+            "A prompt's dictionary has either 'prompt' or 'prompt_token_ids', "
+            f"not {', '.join(map(repr, prompt)) or 'nothing'}.",
+            setting="prompts",
+        )
+    return prompt[known[0]]
+
+
+def _empty() -> InvalidRequestError:
+    return InvalidRequestError(
+        "The prompt is empty: there is nothing to continue.",
+        setting="prompts",
+        next_step="Give at least one token.",
+    )

@@ -1,0 +1,313 @@
+"""``LLM``: text in, text out, in the caller's process.
+
+Where you are: the synchronous front door. It prepares prompts (``inputs``), hands requests to the
+engine's thread (``driver``), waits, and gathers deltas (``outputs``). ``AsyncLLM`` is the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from deepinfer.api.plan import Delta
+from deepinfer.config import EngineConfig
+from deepinfer.entrypoints.assemble import Assembly, assemble
+from deepinfer.entrypoints.driver import Driver
+from deepinfer.entrypoints.inputs import Message, Prepared, Prompt, as_list, one_each
+from deepinfer.entrypoints.outputs import Gathering, RequestOutput, failed_output
+from deepinfer.errors import InvalidRequestError
+from deepinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from deepinfer.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model, ready to generate.
+
+    The engine lives in this process. ``close()``, leaving a ``with`` block or dropping the object
+    gives everything back. Methods may be called from several threads; their requests share
+    batches.
+
+    Args: those of :class:`deepinfer.config.EngineConfig`, under the same names. None for
+        ``batch_invariant`` leaves it to ``DEEPINFER_BATCH_INVARIANT``.
+
+    Example:
+        >>> with LLM("demo") as llm:
+        ...     print(llm.generate("The capital of France is")[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None = None,
+        *,
+        revision: str | None = None,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        backend: str | None = None,
+        device: Literal["cpu", "cuda", "npu"] | None = None,
+        quantization: Literal["int8"] | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        page_size: int = 16,
+        kv_cache_memory: int | str | None = None,
+        gpu_memory_utilization: float = 0.9,
+        seed: int | None = 0,
+        batch_invariant: bool | None = None,
+        enable_prefix_caching: bool = True,
+        overlap: bool = True,
+        scheduling_policy: str = "fcfs",
+        executor: str = "local",
+        num_threads: int | None = None,
+        generation_config: Literal["auto", "none"] = "auto",
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        disable_plugins: Sequence[str] = (),
+        plugin_config: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        config = EngineConfig.make(
+            model=model,
+            tokenizer=tokenizer,
+            revision=revision,
+            dtype=dtype,
+            backend=backend,
+            device=device,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            kv_cache_memory=kv_cache_memory,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            batch_invariant=batch_invariant,
+            enable_prefix_caching=enable_prefix_caching,
+            overlap=overlap,
+            scheduling_policy=scheduling_policy,
+            executor=executor,
+            num_threads=num_threads,
+            generation_config=generation_config,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            data_parallel_size=data_parallel_size,
+            context_parallel_size=context_parallel_size,
+            disable_plugins=tuple(disable_plugins),
+            plugin_config=dict(plugin_config or {}),
+        )
+        self._open(assemble(config))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """From a configuration made elsewhere."""
+        return cls.from_assembly(assemble(config))
+
+    @classmethod
+    def from_assembly(cls, assembly: Assembly) -> LLM:
+        """From parts put together elsewhere (tests, embedders with an executor of their own)."""
+        llm = cls.__new__(cls)
+        llm._open(assembly)
+        return llm
+
+    def _open(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self._driver = Driver(assembly.engine)
+        self._ids = itertools.count()
+        # Runs when this object is dropped and at exit; the driver knows nothing of the LLM.
+        self._finalizer = weakref.finalize(self, self._driver.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results come in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of ids, ``{"prompt": …}``, ``{"prompt_token_ids": …}``, or a
+                list of these, mixed as you like.
+            sampling_params: one for all or one per prompt; None takes the model's defaults
+                (:meth:`get_default_sampling_params`).
+            use_tqdm: show a progress bar on standard error.
+            priority: one for all or one per prompt; lower runs first under the policy
+                ``priority``.
+
+        Returns:
+            One output per prompt. Of several prompts, one that fails or is invalid does not take
+            the others along: its output has ``finish_reason`` "error" and the cause in ``error``.
+
+        Raises:
+            InvalidRequestError: the only prompt given is invalid, or numbers do not match.
+            EngineClosedError, EngineDeadError: there is no engine (any more).
+            KeyboardInterrupt: all requests of this call are gone then, the engine is usable.
+        """
+        self._driver.check()
+        asked, single = as_list(prompts)
+        params = one_each("sampling_params", sampling_params, SamplingParams, len(asked))
+        ranks = one_each("priority", priority, int, len(asked))
+        first = next(self._ids)
+        call = _Call(len(asked))
+        for i, (prompt, wish, rank) in enumerate(zip(asked, params, ranks, strict=True)):
+            name = f"{first}-{i}"
+            try:
+                wish = self.get_default_sampling_params() if wish is None else wish
+                call.take(i, self.assembly.preparer.prepare(name, prompt, wish, rank or 0))
+            except InvalidRequestError as why:
+                if single or len(asked) == 1:
+                    raise
+                call.refuse(i, name, prompt, why)
+        return self._run(call, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template.
+
+        Args:
+            messages: ``[{"role": "user", "content": "…"}]``, or a list of such lists.
+            add_generation_prompt: end with the mark that opens the assistant's answer.
+            chat_template: a Jinja template in place of the model's own.
+            tools: JSON descriptions of functions, for templates that show them.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        talks: Any = messages if several else [messages]
+        prompts = [
+            {
+                "prompt_token_ids": self.assembly.render_chat(
+                    talk, add_generation_prompt, chat_template, tools
+                )
+            }
+            for talk in talks
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: ``encode`` and ``decode``."""
+        return self.assembly.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without parameters use: the checkpoint's ``generation_config.json``.
+
+        ``generation_config="none"`` makes it plain ``SamplingParams()``.
+        """
+        return self.assembly.default_params
+
+    def get_metrics(self) -> dict[str, Any]:
+        """The engine's counters and the last step's statistics."""
+        return self._driver.ask(_metrics)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all reusable prefixes."""
+        self._driver.ask(lambda engine: engine.reset_prefix_cache())
+
+    def close(self, timeout: float | None = None) -> None:
+        """End what runs and give everything back. May be called twice."""
+        self._finalizer.detach()
+        self._driver.close(timeout)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, call: _Call, use_tqdm: bool) -> list[RequestOutput]:
+        try:
+            if call.requests:
+                self._driver.submit(call.requests, call)
+                call.wait(use_tqdm)
+        except BaseException:  # Ctrl-C above all: nothing of this call may stay behind
+            self._driver.drop([request.id for request in call.requests], wait=True)
+            raise
+        return call.results()
+
+
+def _metrics(engine: Any) -> dict[str, Any]:
+    return {"counters": engine.counters, "stats": engine.stats}
+
+
+class _Call:
+    """One ``generate`` call: gathers on the engine's thread, waits on the caller's."""
+
+    def __init__(self, count: int) -> None:
+        self._slots: list[Gathering | RequestOutput | None] = [None] * count
+        self._parts: dict[str, tuple[Gathering, int]] = {}
+        self._left: set[str] = set()
+        self._done = threading.Event()
+        self._death: Exception | None = None
+        self.requests: list[Any] = []
+
+    def take(self, place: int, prepared: Prepared) -> None:
+        """A prompt that will run."""
+        gathering = Gathering(
+            prepared.request_id, prepared.prompt, prepared.token_ids, len(prepared.requests)
+        )
+        self._slots[place] = gathering
+        for i, request in enumerate(prepared.requests):
+            self._parts[request.id] = gathering, i
+            self._left.add(request.id)
+            self.requests.append(request)
+
+    def refuse(self, place: int, name: str, prompt: Any, why: Exception) -> None:
+        """A prompt that cannot run."""
+        text = prompt if isinstance(prompt, str) else None
+        self._slots[place] = failed_output(name, text, (), why)
+
+    def put(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            gathering, i = self._parts[delta.request_id]
+            gathering.add(i, delta)
+            if delta.finish is not None:
+                self._left.discard(delta.request_id)
+        if not self._left:
+            self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        self._death = error
+        self._done.set()
+
+    def wait(self, show: bool) -> None:
+        """Until every request has ended; the caller's Ctrl-C lands here."""
+        if show:
+            from deepinfer.entrypoints.progress import Bar
+
+            with Bar(len(self._parts), "generating", "seq") as bar:
+                while not self._done.wait(0.1):
+                    bar.show(len(self._parts) - len(self._left))
+                bar.show(len(self._parts))
+        else:
+            self._done.wait()
+        if self._death is not None:
+            raise self._death
+
+    def results(self) -> list[RequestOutput]:
+        """In the order of the prompts."""
+        return [s.output() if isinstance(s, Gathering) else s for s in self._every()]
+
+    def _every(self) -> Iterable[Gathering | RequestOutput]:
+        for slot in self._slots:
+            assert slot is not None, "a prompt was neither taken nor refused"
+            yield slot
