@@ -26,7 +26,7 @@ def plugins() -> None:
 
 @plugins.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
-@click.option("--disable", multiple=True, metavar="NAME", help="Leave a plugin out (repeatable).")
+@click.option("--no-plugin", "disable", multiple=True, metavar="NAME", help="Leave one out.")
 def list_(as_json: bool, disable: tuple[str, ...]) -> None:
     """Show every installed plugin, what it sells, and what can run here."""
     from deepinfer.plugins import PluginManager
