@@ -39,7 +39,7 @@ def _backends() -> list[Spec]:
         BackendSpec(
             name="reference",
             load="deepinfer.ops.backend:ReferenceBackend",
-            offers=frozenset({"invariant"}),
+            offers=frozenset({"invariant", "int8"}),
         ),
         BackendSpec(
             name="cpu",
