@@ -1,0 +1,96 @@
+"""Fixtures and reporting of the kit; its options are in ``plugin.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deepinfer.testing.conformance.kit import Kit
+from deepinfer.testing.conformance.level import Tally
+
+_KIT = pytest.StashKey[Kit]()
+_TALLY = pytest.StashKey[Tally]()
+DECLINED = "declines "
+
+
+def kit_of(config: pytest.Config) -> Kit:
+    """The session's kit, made at the first need."""
+    if _KIT not in config.stash:
+        name = config.getoption("--backend", None)
+        if not name:
+            raise pytest.UsageError(
+                "say which backend: pytest --pyargs deepinfer.testing.conformance --backend NAME"
+            )
+        try:
+            kit = Kit(name, config.getoption("--device"), config.getoption("--dtype") or ())
+        except LookupError as why:
+            raise pytest.UsageError(str(why)) from None
+        config.stash[_KIT] = kit
+        config.stash[_TALLY] = Tally()
+    return config.stash[_KIT]
+
+
+@pytest.fixture(scope="session")
+def kit(pytestconfig: pytest.Config) -> Iterator[Kit]:
+    """The backend under examination; skips the test if its probe says that it cannot run here."""
+    made = kit_of(pytestconfig)
+    if made.availability.state != "usable":
+        pytest.skip(f"it cannot run here: {made.availability.reason}")
+    yield made
+    if "device" in vars(made):
+        made.device.close()
+
+
+@pytest.fixture(scope="session")
+def anywhere(pytestconfig: pytest.Config) -> Kit:
+    """The same, also where the backend cannot run: for what is tested without its device."""
+    return kit_of(pytestconfig)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``dtype`` runs over the activation types that the backend names."""
+    kit = kit_of(metafunc.config)
+    if "dtype" in metafunc.fixturenames:
+        usable = kit.availability.state == "usable"
+        metafunc.parametrize("dtype", kit.dtypes if usable else ("float32",))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Nothing here: reports reach the tally through ``pytest_runtest_makereport``."""
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
+    """Count what passed, failed and was declined."""
+    outcome = yield
+    report, tally = outcome.get_result(), item.config.stash.get(_TALLY, None)  # type: ignore[attr-defined]
+    if tally is None:
+        return
+    if report.failed:
+        tally.failed.append(report.nodeid.rpartition("/")[2])
+    elif report.when == "call" and report.passed:
+        tally.passed += 1
+        tally.invariant |= item.name == "test_batch_invariant_engine"
+    elif report.skipped and isinstance(report.longrepr, tuple):
+        _, mark, what = str(report.longrepr[2]).partition(DECLINED)
+        tally.declined += [what] if mark else []
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """A run of some tests is no judgement."""
+    for item in items[:1]:
+        if _TALLY in item.config.stash:
+            item.config.stash[_TALLY].selected = True
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The level, as the last words before pytest's own."""
+    if _KIT not in config.stash:
+        return
+    kit, tally = config.stash[_KIT], config.stash[_TALLY]
+    terminalreporter.section("DeepInfer conformance")
+    terminalreporter.line(tally.line(kit.name))
+    if path := config.getoption("--badge", None):
+        tally.write(path, kit.name, str(kit.offer.plugin))
