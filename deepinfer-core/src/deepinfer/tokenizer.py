@@ -2,9 +2,9 @@
 
 Where you are: the front doors turn prompts into ids here before a request reaches the engine; the
 detokenizer and the grammar plugins ask for the bytes of single tokens. ``load_tokenizer`` reads a
-``tokenizer.json`` or the vocabulary inside a GGUF file (``models/gguf_tokenizer.py``). Importing this file
-loads nothing but the standard library; ``tokenizers`` comes on first use, transformers only for
-files that nothing else reads.
+``tokenizer.json``, or the vocabulary inside a GGUF file (``models/gguf_tokenizer.py``). Importing
+this file loads nothing but the standard library; ``tokenizers`` comes on first use, transformers
+only for files that nothing else reads.
 """
 
 from __future__ import annotations

@@ -183,13 +183,9 @@ class _Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries, self.header_bytes, self.size = _read_header(path)
-        self._handle: Any = None
+        self._handle = _mapped(path)
 
     def tensor(self, name: str) -> torch.Tensor:
-        if self._handle is None:
-            from safetensors import safe_open
-
-            self._handle = safe_open(str(self.path), framework="pt", device="cpu")
         tensor: torch.Tensor = self._handle.get_tensor(name)
         return tensor
 
@@ -199,6 +195,18 @@ class _Shard:
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
             return file_fingerprint(data, self.size, self.header_bytes)
+
+
+def _mapped(path: Path) -> Any:
+    """The library's handle, whose own checks cover dtypes and shapes."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except SafetensorError as why:
+        raise ModelLoadError(
+            f"{path} has a damaged safetensors header: {why}.", setting="model", next_step=_AGAIN
+        ) from why
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:

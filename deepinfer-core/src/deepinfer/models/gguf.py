@@ -90,6 +90,16 @@ class GGUFFile:
         rows = int(np.prod(info.shape[:-1], dtype=np.int64)) if len(info.shape) > 1 else 1
         return flat.reshape(rows, -1)
 
+    def token_id(self, key: str) -> int | None:
+        """``tokenizer.ggml.{key}_token_id``, or ``None`` if the file does not name it."""
+        value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if value is not None and not isinstance(value, int):
+            raise ModelLoadError(
+                f"{self.path}: 'tokenizer.ggml.{key}_token_id' is {value!r}, expected a number.",
+                setting="model",
+            )
+        return value
+
     def fingerprint(self) -> str:
         """A hash of the header, the size and a few samples of the data; not of time or path."""
         return file_fingerprint(self._map, self.size, self.header_bytes)
@@ -240,9 +250,9 @@ def _place(
     table: list[tuple[str, tuple[int, ...], int, int]],
 ) -> dict[str, TensorInfo]:
     """Turn offsets into checked extents."""
-    alignment = int(metadata.get("general.alignment", 32))
-    if alignment < 1:
-        raise ModelLoadError(f"{path}: general.alignment is {alignment}.", setting="model")
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelLoadError(f"{path}: general.alignment is {alignment!r}.", setting="model")
     data_start = -(-header_end // alignment) * alignment
     sizes = _block_sizes()
     tensors: dict[str, TensorInfo] = {}

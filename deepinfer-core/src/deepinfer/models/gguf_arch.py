@@ -101,8 +101,7 @@ def _permuted_heads(file: GGUFFile, part: str) -> int | None:
     keys = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
     if part not in keys:
         return None
-    heads = _get(file, keys[part], _get(file, "attention.head_count"))
-    return int(heads)
+    return _whole(file, keys[part], _whole(file, "attention.head_count"))
 
 
 def architecture(file: GGUFFile) -> str:
@@ -115,9 +114,10 @@ def architecture(file: GGUFFile) -> str:
             setting="model",
             next_step="Use a model of one of these families, or its safetensors files.",
         )
-    if "split.count" in file.metadata and int(file.metadata["split.count"]) > 1:
+    parts = file.metadata.get("split.count", 0)
+    if parts > 1:
         raise ModelLoadError(
-            f"{file.path} is one of {file.metadata['split.count']} parts of a split GGUF file.",
+            f"{file.path} is one of {parts} parts of a split GGUF file.",
             setting="model",
             next_step="Merge the parts first (llama-gguf-split --merge).",
         )
@@ -143,26 +143,49 @@ def _get(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
     return value
 
 
+def _whole(file: GGUFFile, key: str, default: Any = _REQUIRED) -> int:
+    value = _get(file, key, default)
+    if not isinstance(value, int) or not 0 <= value < 1 << 32:
+        raise _bad_value(file, key, value, "a whole number")
+    return value
+
+
+def _number(file: GGUFFile, key: str, default: Any = _REQUIRED) -> float:
+    value = _get(file, key, default)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise _bad_value(file, key, value, "a number")
+    return value
+
+
+def _bad_value(file: GGUFFile, key: str, value: Any, wanted: str) -> ModelLoadError:
+    arch = file.metadata["general.architecture"]
+    return ModelLoadError(
+        f"{file.path}: '{arch}.{key}' is {value!r}, expected {wanted}.", setting="model"
+    )
+
+
 def config(file: GGUFFile) -> dict[str, Any]:
     """The metadata as a Hugging Face ``config.json`` would say it."""
     arch = architecture(file)
     name, model_type = ARCHITECTURES[arch]
     embedding = _require(file, "token_embd.weight")
-    heads = int(_get(file, "attention.head_count"))
-    hidden = int(_get(file, "embedding_length"))
+    heads = _whole(file, "attention.head_count")
+    if heads == 0:
+        raise _bad_value(file, "attention.head_count", 0, "at least one")
+    hidden = _whole(file, "embedding_length")
     made: dict[str, Any] = {
         "architectures": [name],
         "model_type": model_type,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": int(_get(file, "feed_forward_length", 0)),
-        "num_hidden_layers": int(_get(file, "block_count")),
+        "intermediate_size": _whole(file, "feed_forward_length", 0),
+        "num_hidden_layers": _whole(file, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(_get(file, "attention.head_count_kv", heads)),
-        "head_dim": int(_get(file, "attention.key_length", hidden // heads)),
-        "max_position_embeddings": int(_get(file, "context_length")),
-        "rms_norm_eps": _get(file, "attention.layer_norm_rms_epsilon"),
-        "rope_theta": _get(file, "rope.freq_base", 10000.0),
+        "num_key_value_heads": _whole(file, "attention.head_count_kv", heads),
+        "head_dim": _whole(file, "attention.key_length", hidden // heads),
+        "max_position_embeddings": _whole(file, "context_length"),
+        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
+        "rope_theta": _number(file, "rope.freq_base", 10000.0),
         "vocab_size": embedding[0],
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -171,7 +194,7 @@ def config(file: GGUFFile) -> dict[str, Any]:
     scaling = _rope_scaling(file, made)
     if scaling is not None:
         made["rope_scaling"] = scaling
-    window = int(_get(file, "attention.sliding_window", 0))
+    window = _whole(file, "attention.sliding_window", 0)
     if window:
         made["sliding_window"] = window
     made.update(_experts(file, arch))
@@ -190,7 +213,7 @@ def _require(file: GGUFFile, name: str) -> tuple[int, ...]:
 
 
 def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
-    count = int(_get(file, "expert_count", 0))
+    count = _whole(file, "expert_count", 0)
     if not count:
         return {}
     if arch != "qwen3moe":
@@ -200,10 +223,10 @@ def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
         )
     return {
         "num_experts": count,
-        "num_experts_per_tok": int(_get(file, "expert_used_count")),
-        "moe_intermediate_size": int(_get(file, "expert_feed_forward_length")),
+        "num_experts_per_tok": _whole(file, "expert_used_count"),
+        "moe_intermediate_size": _whole(file, "expert_feed_forward_length"),
         # qwen3moe always renormalises; older files do not say so.
-        "norm_topk_prob": bool(_get(file, "expert_weights_norm", True)),
+        "norm_topk_prob": bool(_whole(file, "expert_weights_norm", True)),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -221,8 +244,8 @@ def _rope_scaling(file: GGUFFile, made: Mapping[str, Any]) -> dict[str, Any] | N
             "llama3 factors.",
             setting="model",
         )
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": _get(file, "rope.scaling.factor")}
-    original = int(_get(file, "rope.scaling.original_context_length", 0))
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _number(file, "rope.scaling.factor")}
+    original = _whole(file, "rope.scaling.original_context_length", 0)
     if kind == "yarn" and original:
         scaling["original_max_position_embeddings"] = original
     return scaling
@@ -261,9 +284,8 @@ def _llama3_factors(made: Mapping[str, Any], factor: float, original: int) -> An
 
 def _token_ids(file: GGUFFile) -> dict[str, Any]:
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    meta = file.metadata
-    found = {name: meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: int(value) for name, value in found.items() if value is not None}
+    found = {name: file.token_id(key) for name, key in keys.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
@@ -271,9 +293,9 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     made = _token_ids(file)
     ends = [made["eos_token_id"]] if "eos_token_id" in made else []
     for key in ("eot", "eom"):
-        extra = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if extra is not None and int(extra) not in ends:
-            ends.append(int(extra))
+        extra = file.token_id(key)
+        if extra is not None and extra not in ends:
+            ends.append(extra)
     if ends:
         made["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return made

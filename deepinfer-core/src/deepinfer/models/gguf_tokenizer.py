@@ -98,7 +98,8 @@ def from_gguf(path: Path, name: str) -> Tokenizer:
     """
     from deepinfer.tokenizer import Tokenizer
 
-    meta = GGUFFile(path).metadata
+    file = GGUFFile(path)
+    meta = file.metadata
     kind = meta.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders or "tokenizer.ggml.tokens" not in meta:
@@ -111,7 +112,7 @@ def from_gguf(path: Path, name: str) -> Tokenizer:
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     inner, bos_default = builders[kind](path, meta, tokens)
     _add_tokens(inner, tokens, meta.get("tokenizer.ggml.token_type", ()))
-    return Tokenizer(inner, _parts(meta, name, bos_default))
+    return Tokenizer(inner, _parts(file, name, bos_default))
 
 
 def _tokenizers() -> Any:
@@ -120,23 +121,19 @@ def _tokenizers() -> Any:
     return tokenizers_package()
 
 
-def _parts(meta: Mapping[str, Any], name: str, bos_default: bool) -> TokenizerParts:
+def _parts(file: GGUFFile, name: str, bos_default: bool) -> TokenizerParts:
     from deepinfer.tokenizer import TokenizerParts
 
-    def token_id(key: str) -> int | None:
-        value = meta.get(f"tokenizer.ggml.{key}_token_id")
-        return None if value is None else int(value)
-
-    bos, eos = token_id("bos"), token_id("eos")
+    meta, bos, eos = file.metadata, file.token_id("bos"), file.token_id("eos")
     wants_bos = meta.get("tokenizer.ggml.add_bos_token", bos_default)
     wants_eos = meta.get("tokenizer.ggml.add_eos_token", False)
-    stops = (token_id(key) for key in ("eos", "eot", "eom"))
+    stops = (file.token_id(key) for key in ("eos", "eot", "eom"))
     return TokenizerParts(
         name=name,
         bos=bos,
         eos=eos,
-        pad=token_id("padding"),
-        unk=token_id("unknown"),
+        pad=file.token_id("padding"),
+        unk=file.token_id("unknown"),
         prefix=(bos,) if wants_bos and bos is not None else (),
         suffix=(eos,) if wants_eos and eos is not None else (),
         stops=tuple(i for i in stops if i is not None),

@@ -12,6 +12,7 @@ that name is ``./demo``.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def _find(
         return demo.fetch(), demo.NAME
     if _is_path(what):
         path = _existing(Path(what).expanduser(), what, setting)
-        return _only_gguf(path, setting), path.resolve().name
+        return _only_gguf(path, setting), Path(os.path.abspath(path)).name
     if _HUB_ID.fullmatch(what) is None:
         _refuse(f"{what!r} is neither an existing path nor a hub id", what, setting)
     copy = settings.read(_LOCAL_COPY)
@@ -141,9 +142,9 @@ def _only_gguf(path: Path, setting: str) -> Path:
 
 def _no_config(path: Path) -> NoReturn:
     names = sorted(entry.name for entry in path.iterdir())
-    found = f"it holds {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "empty"
+    found = f"holds {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "is empty"
     raise ModelNotFoundError(
-        f"{str(path)!r} is no model directory: no config.json ({found}).",
+        f"{str(path)!r} is no model directory: no config.json (it {found}).",
         setting="model",
         next_step=_WAYS_OUT,
     )

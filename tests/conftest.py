@@ -1,0 +1,66 @@
+"""Fixtures for all tests: the demo model and tiny GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def demo_gguf():
+    """The demo model's file; fetched once into the user's cache, skipped where that fails."""
+    from deepinfer.errors import DeepInferError
+    from deepinfer.models import demo
+
+    try:
+        return demo.fetch()
+    except DeepInferError as why:
+        pytest.skip(f"no demo model: {why}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_golden():
+    """Recorded prompts, ids, texts and log-probabilities of the demo model."""
+    return json.loads((DATA / "smollm2.json").read_text())
+
+
+@pytest.fixture
+def write_gguf(tmp_path):
+    """``write_gguf(arch, metadata, tensors, name=)``: a GGUF file from Python values.
+
+    Metadata keys that begin with a dot get the architecture as prefix. A tensor is an array, or
+    a pair of an array of bytes (rows, bytes per row) and the name of its type.
+    """
+    gguf = pytest.importorskip("gguf")
+
+    def write(arch, metadata=(), tensors=(), name="tiny.gguf"):
+        path = tmp_path / name
+        writer = gguf.GGUFWriter(path, arch)
+        for key, value in dict(metadata).items():
+            _add(writer, arch + key if key.startswith(".") else key, value)
+        for key, value in dict(tensors).items():
+            data, quant = value if isinstance(value, tuple) else (value, None)
+            raw_dtype = None if quant is None else gguf.GGMLQuantizationType[quant]
+            writer.add_tensor(key, data, raw_dtype=raw_dtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+def _add(writer, key, value):
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    adders[type(value)](key, value)
