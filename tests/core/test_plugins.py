@@ -206,6 +206,27 @@ def test_a_folder_without_metadata_does_not_stop_the_others(site):
     assert state(site.manager(), "good")[0] == "ready"
 
 
+@pytest.mark.parametrize("text", ["nonsense", "chip = no module!", " = x"])
+def test_a_torn_entry_point_file_is_a_fault_of_its_own_plugin(site, text):
+    site.add("good", sells())
+    site.add("torn", sells())
+    file = site.folder / "torn-1.0.dist-info" / "entry_points.txt"
+    file.write_text(f"[deepinfer.v1]\n{text}\n")
+    manager = site.manager()
+    assert state(manager, "good")[0] == "ready"
+    assert {p.state for p in manager.plugins if p.distribution == "torn"} == {"broken"}
+    file.write_text("[console_scripts]\n" + text)  # nothing of ours: none of our business
+    assert all(p.distribution != "torn" for p in site.manager().plugins)
+
+
+def test_an_entry_point_may_name_extras_and_an_object(site):
+    module = site.add("chip", "class Window:\n    @staticmethod\n    @hookimpl\n"
+                      "    def deepinfer_provide():\n        return []\n")  # fmt: skip
+    file = site.folder / "chip-1.0.dist-info" / "entry_points.txt"
+    file.write_text(f"[deepinfer.v1]\nchip = {module}:Window [gpu]\n")
+    assert state(site.manager(), "chip") == ("ready", "")
+
+
 def test_a_disabled_plugin_is_not_imported(site):
     module = site.add("chip", "raise RuntimeError\n")
     for name in ("chip", "Chip"):  # by entry point; by distribution, as registries compare
@@ -355,24 +376,25 @@ def test_missing_capabilities_are_refused_all_at_once(site):
         + "@hookimpl\ndef deepinfer_check(config, chosen):\n"
         "    return ['It is ' + config + '.'] + ['No ' + k for k in chosen]\n",
     )
+    site.add("rich", sells(backend("rich", "priority=-9, offers=frozenset({'fp8'})")))
     wanted = Wanted(
-        kinds={"backend": "reference", "policy": "greedy"}, needs=frozenset({"int8", "invariant"})
+        kinds={"backend": "reference", "policy": "greedy"}, needs=frozenset({"fp8", "invariant"})
     )
     with pytest.raises(ConfigError) as caught:
         site.manager().resolve(wanted, "raining")
     message = str(caught.value)
-    for part in ("'int8'", "'backend:taps'", "'json'", "It is raining.", "No policy", "'cpu'"):
+    for part in ("'fp8'", "'backend:taps'", "'json'", "It is raining.", "No policy", "'rich'"):
         assert part in message
     assert "needs 'invariant'" not in message
 
 
 def test_a_qualified_need_is_not_met_by_another_kind(site):
-    site.add("p", sells('PolicySpec(name="p", load="a:b", offers=frozenset({"int8"}))'))
+    site.add("p", sells('PolicySpec(name="p", load="a:b", offers=frozenset({"fp8"}))'))
     kinds = {"backend": "reference", "policy": "p"}
     manager = site.manager()
-    manager.resolve(Wanted(kinds=kinds, needs=frozenset({"int8"})))
-    with pytest.raises(ConfigError, match="backend:int8"):
-        manager.resolve(Wanted(kinds=kinds, needs=frozenset({"backend:int8"})))
+    manager.resolve(Wanted(kinds=kinds, needs=frozenset({"fp8"})))
+    with pytest.raises(ConfigError, match="backend:fp8"):
+        manager.resolve(Wanted(kinds=kinds, needs=frozenset({"backend:fp8"})))
 
 
 def test_a_device_rules_out_backends_of_others(site):
@@ -509,6 +531,22 @@ def test_several_stores_keep_their_order(site):
     assert resolution.load("store", "worker") is JSONEncoder
 
 
+def test_no_names_are_no_stores(site):
+    assert site.manager().resolve(Wanted(kinds={"store": ()})).all("store") == ()
+
+
+def test_what_is_not_chosen_is_not_imported(site):
+    for name in ("left", "right"):
+        (site.folder / f"{site.prefix}_{name}_backend.py").write_text("class Backend: pass\n")
+        load = f"{site.prefix}_{name}_backend:Backend"
+        site.add(name, sells(f'BackendSpec(name="{name}", load="{load}", priority=80)'))
+    resolution = site.manager().resolve(wants("left"))
+    assert not {m for m in sys.modules if m.endswith("_backend") and m.startswith(site.prefix)}
+    resolution.load("backend")
+    assert f"{site.prefix}_left_backend" in sys.modules
+    assert f"{site.prefix}_right_backend" not in sys.modules
+
+
 def test_a_spawned_child_has_the_same_set_or_stops_with_both_lists(site):
     resolution = chip_resolution(site)
     for want, code in ((resolution, 0), (_older(resolution), 1)):
@@ -541,6 +579,8 @@ def test_other_versions_are_shown_side_by_side(site):
         _older(resolution).verify_same(path=[str(site.folder)])
     with pytest.raises(PluginError, match="chip not installed"):
         resolution.verify_same(path=[])
+    with pytest.raises(PluginError, match=r"There: .*deepinfer-core 0\.0\.1"):
+        Resolution((), core="0.0.1").verify_same()
 
 
 def _older(resolution: Resolution) -> Resolution:

@@ -27,12 +27,12 @@ class Offer(NamedTuple):
         return f"{self.spec.kind} {self.spec.name!r} of {self.plugin}"
 
 
-def orders(wanted: Wanted) -> list[tuple[str, Sequence[str]]]:
-    """Each wanted kind with the names asked for."""
+def orders(wanted: Wanted) -> list[tuple[str, Sequence[str] | None]]:
+    """Each wanted kind with the names asked for; None asks for the best usable one."""
     kinds = dict(wanted.kinds)
     if wanted.architectures:
         kinds.setdefault(ModelSpec.kind, None)
-    return [(k, [n] if isinstance(n, str) else list(n or ())) for k, n in kinds.items()]
+    return [(kind, [n] if isinstance(n, str) else n) for kind, n in kinds.items()]
 
 
 def unambiguous(offers: Sequence[Offer]) -> Sequence[Offer]:

@@ -173,28 +173,53 @@ def _read(path: Sequence[str] | None) -> Iterator[Plugin]:
     seen: set[str] = set()
     where = {} if path is None else {"path": list(path)}
     for distribution in importlib_metadata.distributions(**where):
-        points = [(m, ep) for ep in distribution.entry_points if (m := _GROUP.fullmatch(ep.group))]
-        if not points:
-            continue
+        found = list(_points(distribution))
+        if found and canonical(found[0].distribution) not in seen:
+            seen.add(canonical(found[0].distribution))
+            yield from found
+
+
+def _points(distribution: Any) -> Iterator[Plugin]:
+    """A distribution's plugins; a torn file in a foreign package is nobody's end but its own."""
+    try:
+        points = [(m, e) for e in distribution.entry_points if (m := _GROUP.fullmatch(e.group))]
+        windows = [(m, e, f"{e.module}:{e.attr or ''}".rstrip(":")) for m, e in points]
+    except Exception:
+        if _GROUP.search(distribution.read_text("entry_points.txt") or ""):
+            yield _torn(distribution)
+        return
+    if windows:
         name, version, requires = _facts(distribution)
-        if canonical(name) in seen:
-            continue
-        seen.add(canonical(name))
-        for match, ep in points:
-            yield Plugin(
-                name=ep.name,
-                value=ep.value,
-                distribution=name,
-                version=version,
-                api=int(match[1]),
-                requires=requires,
-            )
+    for match, point, window in windows:
+        yield Plugin(
+            name=point.name,
+            value=window,
+            distribution=name,
+            version=version,
+            api=int(match[1]),
+            requires=requires,
+        )
+
+
+def _torn(distribution: Any) -> Plugin:
+    name, version, _ = _facts(distribution)
+    return Plugin(
+        name=name,
+        value="",
+        distribution=name,
+        version=version,
+        api=API_VERSION[0],
+        state="broken",
+        reason="its entry_points.txt cannot be read",
+        trace=traceback.format_exc(),
+    )
 
 
 def _facts(distribution: Any) -> tuple[str, str, tuple[str, ...]]:
+    """Name, version, and what it requires of core."""
     try:
         core = [r for r in distribution.requires or () if canonical(r).startswith(CORE)]
-        return distribution.name, distribution.version, tuple(core)
+        return str(distribution.name), str(distribution.version), tuple(core)
     except Exception:  # a dist-info folder without a readable METADATA file
         return f"unreadable distribution at {distribution.locate_file('')}", "?", ()
 
@@ -207,6 +232,8 @@ def canonical(name: str) -> str:
 def _judge(plugin: Plugin, disabled: set[str]) -> Plugin:
     if plugin.name in disabled or canonical(plugin.distribution) in map(canonical, disabled):
         return replace(plugin, state="disabled", reason="disabled by the configuration")
+    if plugin.state != "ready":
+        return plugin
     if plugin.api != API_VERSION[0]:
         reason = f"installed, for API {plugin.api}; this core speaks API {API_VERSION[0]}"
         return replace(plugin, state="other-api", reason=reason)

@@ -11,6 +11,7 @@ import difflib
 import logging
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from deepinfer.api.specs import ModelSpec
@@ -108,10 +109,12 @@ class PluginManager:
                 self._warn(plugin, f"its deepinfer_observers raised: {_last(trace)}")
         return found
 
-    def _choose(self, kind: str, names: Sequence[str], wanted: Wanted, config: Any) -> list[Offer]:
-        """An offer for each name, or the best usable one where there are no names."""
+    def _choose(
+        self, kind: str, names: Sequence[str] | None, wanted: Wanted, config: Any
+    ) -> list[Offer]:
+        """An offer for each name, or the best usable one where names are left open."""
         offers = unambiguous(self.offers(kind))
-        if names:
+        if names is not None:
             named = [self._named(kind, name, offers) for name in names]
             return [self._pick(kind, [on_device(o, wanted)], config) for o in named]
         fit = fitting(offers, wanted)
@@ -174,7 +177,7 @@ class PluginManager:
 
     def _objections(self, chosen: Sequence[Offer], config: Any) -> list[str]:
         """All plugins' sentences; an exception counts only against a plugin that was chosen."""
-        specs = {offer.spec.kind: offer.spec for offer in reversed(chosen)}
+        specs = MappingProxyType({offer.spec.kind: offer.spec for offer in reversed(chosen)})
         sentences: list[str] = []
         for plugin in self._ready():
             answers, trace = self._ask(

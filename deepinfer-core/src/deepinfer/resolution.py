@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.discovery import import_path, installed_version
+from deepinfer import __version__
+from deepinfer.discovery import CORE, import_path, installed_version
 from deepinfer.errors import PluginError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class Wanted:
     """What an engine asks for.
 
     Attributes:
-        kinds: kind -> a name, several names (tiers, in order), or None for the best usable one.
+        kinds: kind -> a name, several names (tiers, in order; none is none), or None for the best
+            usable one.
         architectures: of the checkpoint; if given, a ``model`` that reads one of them is chosen.
         device: a ``torch.device`` type; only backends for it are candidates.
         needs: capabilities that the configuration insists on: "invariant", "backend:int8", ...
@@ -77,9 +79,13 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The choice, made once by the parent; the other processes load from it and decide nothing."""
+    """The choice, made once by the parent; the other processes load from it and decide nothing.
+
+    ``core`` is the version of the parent's core, which travels with the choice.
+    """
 
     chosen: tuple[Chosen, ...]
+    core: str = __version__
 
     def all(self, kind: str) -> tuple[Chosen, ...]:
         """Every choice of a kind in the configured order; empty where none was asked for."""
@@ -97,8 +103,8 @@ class Resolution:
         return self.get(kind).load_part(part)
 
     def versions(self) -> dict[str, str]:
-        """Distribution -> version of everything chosen."""
-        return {c.distribution: c.version for c in self.chosen}
+        """Distribution -> version of core and of everything chosen."""
+        return {CORE: self.core} | {c.distribution: c.version for c in self.chosen}
 
     def verify_same(self, path: Sequence[str] | None = None) -> None:
         """Stop a process that finds other versions, with both lists; reads metadata only."""

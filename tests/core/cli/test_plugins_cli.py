@@ -90,6 +90,11 @@ def test_list_as_json_is_plain_data(add):
     }  # fmt: skip
 
 
+def test_a_window_that_prints_does_not_spoil_the_json(add):
+    add("zloud", good("zloud") + "print('hello')\n")
+    assert json.loads(CliRunner().invoke(plugins, ["list", "--json"]).stdout)
+
+
 def test_list_without_a_plugin(add):
     add("zchip", good("zchip"))
     [row] = [
@@ -160,6 +165,9 @@ TOUCHES = {
         "import logging\nlogging.getLogger('asyncio').addHandler(logging.NullHandler())\n"
     ),
     "interpreter: sys.path": "import sys\nsys.path.append('/nowhere')\n",
+    "interpreter: start method": (
+        "import multiprocessing\nmultiprocessing.set_start_method('spawn')\n"
+    ),
     "interpreter: thread count": (
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     ),

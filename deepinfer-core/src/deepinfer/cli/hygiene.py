@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -141,6 +142,7 @@ def _state() -> dict[str, Any]:
             "warning filters": list(warnings.filters),
             "import hooks": list(sys.meta_path),
             "thread count": threading.active_count(),
+            "start method": multiprocessing.get_start_method(allow_none=True),
         },
         "modules": set(sys.modules),
     }

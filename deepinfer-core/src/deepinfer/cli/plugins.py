@@ -6,8 +6,10 @@ they are imported inside the commands, so that ``deepinfer --help`` stays quick.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,8 @@ def list_(as_json: bool, disable: tuple[str, ...]) -> None:
     """Show every installed plugin, what it sells, and what can run here."""
     from deepinfer.plugins import PluginManager
 
-    manager = PluginManager(disable=disable)
+    with contextlib.redirect_stdout(sys.stderr):  # a window that prints must not spoil the JSON
+        manager = PluginManager(disable=disable)
     rows = [_row(plugin, manager) for plugin in manager.plugins]
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
 
