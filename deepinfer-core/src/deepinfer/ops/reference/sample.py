@@ -1,0 +1,220 @@
+"""Sampling ops: from logits to ids. Rows are independent of each other bit for bit.
+
+Every sum over the vocabulary is a fixed tree of elementwise additions (``_tree_sum``): torch may
+split a reduction by threads or by the number of rows, elementwise work it cannot reorder. Rows are
+taken in blocks, so that working memory does not grow with their number.
+
+NaN logits count as −inf. Ties go to the lower id everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from deepinfer.ops.table import op
+from deepinfer.sampling.philox import gumbel
+
+_BLOCK_ELEMENTS = 1 << 18  # elements of one block of rows: 1 MiB in float32, so it stays in cache
+
+
+@op
+def logit_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """``logits[rows[i], ids[i]] += values[i]``, in place; returns ``logits``.
+
+    rows, ids int64[k]; values float32[k], −inf forbids an id. An entry with row −1 is ignored.
+    Entries for the same place add up.
+    """
+    values = torch.where(rows < 0, 0.0, values)
+    return logits.index_put_((rows.clamp(min=0), ids), values, accumulate=True)
+
+
+@op
+def penalties(
+    logits: Tensor,
+    tokens: Tensor,
+    prompt_len: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> Tensor:
+    """Penalise what a row's text already holds, in place; returns ``logits``.
+
+    tokens int64[m, L]: each row's whole text, prompt included, padded with −1; prompt_len int64[m];
+    the rest float32[m]. An id of the text has its logit divided by ``repetition`` if positive,
+    else multiplied; then each id of the output (positions >= prompt_len) loses
+    ``frequency · its count + presence``. Neutral parameters (0, 0, 1) change no bit.
+    """
+    vocab = logits.shape[1]
+    for block in _blocks(logits):
+        text = tokens[block]
+        real = text >= 0
+        place = torch.where(real, text, vocab)  # one column more, for the padding
+        output = torch.arange(text.shape[1], device=text.device) >= prompt_len[block, None]
+        z = logits[block]
+        shape = (len(text), vocab + 1)
+        seen = z.new_zeros(shape, dtype=torch.bool).scatter_(1, place, real)[:, :vocab]
+        factor = repetition[block, None]
+        z.copy_(torch.where(seen, torch.where(z > 0, z / factor, z * factor), z))
+        ones = (real & output).float()  # counts below 2²⁴ are exact in any order
+        count = z.new_zeros(shape).scatter_add_(1, place, ones)[:, :vocab]
+        z -= frequency[block, None] * count
+        z -= presence[block, None] * (count > 0)
+    return logits
+
+
+@op
+def apply_bitmask(logits: Tensor, bitmask: Tensor, index: Tensor) -> Tensor:
+    """Forbid ids, in place; returns ``logits``.
+
+    bitmask int32[k, W]: bit v % 32 of word v // 32 is set if id v is allowed; ids behind the last
+    word (a padded vocabulary) are forbidden. index int64[k]: whose row each mask is, −1 nobody's;
+    a row may have several masks, which all hold.
+    """
+    vocab = logits.shape[1]
+    width = min(vocab, bitmask.shape[1] * 32)
+    bit = torch.arange(32, dtype=torch.int32, device=bitmask.device)
+    for block in _blocks(bitmask, width):
+        rows = index[block]
+        banned = ((bitmask[block, :, None] >> bit) & 1).flatten(1)[:, :width] == 0
+        fill = torch.zeros((len(rows), vocab), dtype=logits.dtype, device=logits.device)
+        fill[:, width:] = -torch.inf
+        fill[:, :width].masked_fill_(banned, -torch.inf)
+        fill.masked_fill_(rows[:, None] < 0, 0.0)
+        logits.index_add_(0, rows.clamp(min=0), fill)
+    return logits
+
+
+@op
+def filter_top(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Logits float32[m, V] with −inf for removed ids; the others are unchanged (not scaled).
+
+    temperature, top_p, min_p float32[m]; top_k int64[m]. Per row, over p = softmax(z/T): keep the
+    ``top_k`` best (<= 0: all); of those, renormalised, the fewest best whose sum reaches ``top_p``
+    (>= 1: all), at least one; of those, what has at least ``min_p`` of the best one's probability
+    (0: all). A row with T = 0 stays untouched. Probabilities and sums are float64.
+    """
+    out = torch.empty_like(logits)
+    for block in _blocks(logits):
+        z = _no_nan(logits[block])
+        best, ids = z.sort(dim=1, descending=True, stable=True)
+        keep = _kept(best, temperature[block], top_k[block], top_p[block], min_p[block])
+        kept = torch.empty_like(keep).scatter_(1, ids, keep)
+        untouched = kept | (temperature[block, None] == 0)
+        out[block] = torch.where(untouched, logits[block], -torch.inf)
+    return out
+
+
+def _kept(best: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which of the sorted logits survive: bool[r, V], a prefix of each row."""
+    vocab = best.shape[1]
+    scaled = best / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    peak = scaled[:, :1]
+    weight = torch.where(scaled == peak, 0.0, scaled - peak).double().exp_()  # inf − inf is 0 here
+    rank = torch.arange(vocab, device=best.device)
+    keep = (rank < top_k[:, None]) | (top_k <= 0)[:, None]
+    weight = torch.where(keep, weight, 0.0)
+    below = _running_sum(weight) - weight
+    total = _tree_sum(weight)[:, None]
+    keep &= (below < top_p.double()[:, None] * total) | (top_p >= 1)[:, None]
+    keep &= weight >= min_p.double()[:, None]  # the best one's weight is 1
+    keep[:, 0] = True
+    return keep
+
+
+@op
+def gumbel_argmax(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """int64[m]: the id with the highest z/T + G(seed, position, id); at T = 0 the highest logit.
+
+    logits float32[m, V], temperature float32[m], seed and position int64[m] (64 bits; absolute
+    position of the token being drawn). G as ``sampling.philox.gumbel``. A row in which nothing
+    is above −inf gives 0.
+    """
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for block in _blocks(logits):
+        score, t = _no_nan(logits[block]), temperature[block]
+        hot = t.nonzero()[:, 0]
+        if len(hot):
+            noise = gumbel(seed[block][hot], position[block][hot], score.shape[1])
+            score[hot] = score[hot] / t[hot, None] + noise
+        out[block] = score.argmax(1)  # the first of equals
+    return out
+
+
+@op
+def logprobs(logits: Tensor, k: int, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-softmax of the best k ids and of a chosen one.
+
+    logits float32[m, V]; 0 <= k <= V; chosen int64[m]. Returns (top_ids int32[m, k], top_values
+    float32[m, k], chosen_value float32[m], chosen_rank int32[m]), best first; ranks start at 1.
+    """
+    rows = len(logits)
+    top_ids = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
+    top_values = torch.empty((rows, k), dtype=torch.float32, device=logits.device)
+    chosen_value = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    chosen_rank = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    for block in _blocks(logits):
+        values = _log_softmax(logits[block])
+        if k:
+            best, where = values.sort(dim=1, descending=True, stable=True)
+            top_values[block], top_ids[block] = best[:, :k], where[:, :k]
+        pick = chosen[block, None]
+        mine = values.gather(1, pick)
+        before = (values > mine) | ((values == mine) & (ids < pick))
+        chosen_value[block] = mine[:, 0]
+        chosen_rank[block] = before.sum(1) + 1
+    return top_ids, top_values, chosen_value, chosen_rank
+
+
+@op
+def accept_prefix(sampled: Tensor, drafts: Tensor, lengths: Tensor) -> Tensor:
+    """How many tokens each row emits: 1 + the leading drafts that equal what was sampled.
+
+    sampled int64[R, 1+γ], drafts int64[R, γ], lengths int64[R] in 0 … γ: the drafts that were
+    verified. Returns int64[R] in 1 … 1 + lengths.
+    """
+    gamma = drafts.shape[1]
+    verified = torch.arange(gamma, device=drafts.device) < lengths[:, None]
+    same = (sampled[:, :gamma] == drafts) & verified
+    return 1 + same.long().cumprod(1).sum(1)
+
+
+def _blocks(rows: Tensor, width: int | None = None) -> Iterator[slice]:
+    """Slices of rows whose [rows, width] working set is bounded."""
+    size = max(1, _BLOCK_ELEMENTS // max(width or rows.shape[1], 1))
+    for begin in range(0, len(rows), size):
+        yield slice(begin, min(begin + size, len(rows)))
+
+
+def _no_nan(logits: Tensor) -> Tensor:
+    return torch.where(logits.isnan(), -torch.inf, logits)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    z = _no_nan(logits)
+    z = z - z.amax(1, keepdim=True)
+    return z - _tree_sum(z.exp()).log()[:, None]
+
+
+def _tree_sum(x: Tensor) -> Tensor:
+    """Sum over dimension 1 by halving: the order of additions depends on the width only."""
+    while x.shape[1] > 1:
+        half = (x.shape[1] + 1) // 2
+        low = x[:, :half].clone()
+        low[:, : x.shape[1] - half] += x[:, half:]
+        x = low
+    return x[:, 0]
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Inclusive prefix sums over dimension 1 by doubling: again only elementwise additions."""
+    step = 1
+    while step < x.shape[1]:
+        x = torch.cat((x[:, :step], x[:, step:] + x[:, :-step]), 1)
+        step *= 2
+    return x

@@ -1,0 +1,278 @@
+"""From a plan to token rows: positions, addresses, lines, all on the device.
+
+Where you are: the first half of ``runner.forward``. Shapes come from the plan alone: T = prefill
+tokens + decode rows + draft rows (K), and one line for each emitting row + K. What depends on how
+far requests have come, or on how many drafts each may still run, is tensor arithmetic, so the host
+never waits here.
+
+A decode row whose text has reached its limit is dead: it keeps one place in the shape, writes
+nowhere, sees no key and emits nothing. If fewer than K drafts can run, the rest is padding at the
+end: token rows without an owner, lines that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.api.model import DeviceBatch
+from deepinfer.api.plan import DECODE
+from deepinfer.api.sampler import SampleRows
+from deepinfer.sampling.pipeline import Lines, gather_stages
+from deepinfer.sampling.verify import line_grid
+from deepinfer.worker.slots import COLD
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from deepinfer.api.plan import BatchPlan
+    from deepinfer.api.speculative import Drafter
+    from deepinfer.ops.table import OpSet
+    from deepinfer.sampling.pipeline import Stages
+    from deepinfer.worker.slots import SlotTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRows:
+    """The rows of a plan, as the host knows them, on both sides; n rows, R of them emit.
+
+    ``emit``: plan row of each emitting row (host); ``emit_row`` the same on the device.
+    ``stages``, ``filtered``, ``greedy``: what the emitting rows use. ``scored``: emitting rows
+    that want logprobs, ``scored_row`` the same on the device, ``wanted`` how many best ids.
+    ``prompts``: (plan row, slot, start, tokens, best ids) of chunks that predict prompt tokens
+    whose logprobs are wanted.
+    """
+
+    key: tuple[int, bytes]
+    array: NDArray[np.int32]
+    slot: Tensor
+    start: Tensor
+    count: Tensor
+    decode: Tensor
+    replay: Tensor | None
+    emit: NDArray[np.int64]
+    emit_row: Tensor
+    emit_slot: Tensor
+    stages: Stages
+    filtered: bool
+    greedy: bool
+    scored: NDArray[np.int64]
+    scored_row: Tensor
+    wanted: NDArray[np.int64]
+    prompts: tuple[tuple[int, int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLayout:
+    """Which token row belongs to whom, and which of them have lines.
+
+    Without drafts it depends on the plan only, and steps that decode the same rows share it.
+    ``count`` int64[n]; ``row`` int64[T], −1 padding; ``offset`` int64[T]: place within its row;
+    ``slot`` int64[T]; ``cu_q`` int32[n+1]; ``lengths`` int64[R]: drafts that run; ``grid``
+    int64[R, w]; ``owner`` int64[m]; ``logit_rows`` int64[m].
+    """
+
+    count: Tensor
+    row: Tensor
+    offset: Tensor
+    slot: Tensor
+    cu_q: Tensor
+    lengths: Tensor
+    grid: Tensor
+    owner: Tensor
+    logit_rows: Tensor
+    params: SampleRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """A step on the device: ``batch`` for the model, the rest for the draw.
+
+    ``length`` and ``alive`` [R]: each emitting row's text before the step, and whether it may
+    grow; ``drafts`` int64[R, w−1].
+    """
+
+    rows: PlanRows
+    layout: TokenLayout
+    batch: DeviceBatch
+    lines: Lines
+    length: Tensor
+    alive: Tensor
+    drafts: Tensor
+
+
+class BatchBuilder:
+    """Builds a step's batch; remembers the last decode layout.
+
+    Args:
+        slots: the slot table.
+        ops: serves ``expand_rows`` and ``plan_attention``.
+        drafter: splits a step's draft rows among requests.
+    """
+
+    def __init__(self, slots: SlotTable, ops: OpSet, drafter: Drafter) -> None:
+        self._slots = slots
+        self._ops = ops
+        self._drafter = drafter
+        self._rows: PlanRows | None = None
+        self._layout: TokenLayout | None = None
+
+    def build(self, plan: BatchPlan) -> StepBatch:
+        """The batch of a plan that ``slots.apply`` has seen. No host synchronisation."""
+        slots, rows = self._slots, self._plan_rows(plan)
+        length = slots.length[rows.slot]
+        alive = ~rows.decode | (length < slots.limit[rows.slot])
+        start = torch.where(rows.decode, length - 1, rows.start)
+        layout = self._token_layout(plan, rows, length)
+        position = start[layout.row] + layout.offset
+        batch = self._device_batch(rows, layout, start, alive, position)
+        emit_length = length[rows.emit_row]
+        width = layout.grid.shape[1]
+        return StepBatch(
+            rows=rows,
+            layout=layout,
+            batch=batch,
+            lines=self._lines(rows, layout, position),
+            length=emit_length,
+            alive=alive[rows.emit_row],
+            drafts=slots.drafts(rows.emit_slot, emit_length, width - 1),
+        )
+
+    def _plan_rows(self, plan: BatchPlan) -> PlanRows:
+        """The last step's, if the same rows decode again and nobody has entered a slot."""
+        key = (self._slots.version, plan.rows.array.tobytes())
+        if self._rows is None or self._rows.key != key:
+            self._rows, self._layout = _plan_rows(plan.rows.array, key, self._slots), None
+        return self._rows
+
+    def _token_layout(self, plan: BatchPlan, rows: PlanRows, length: Tensor) -> TokenLayout:
+        if plan.draft_rows:
+            return self._make_layout(rows, self._allot(plan, rows, length), plan.draft_rows)
+        if self._layout is None:
+            self._layout = self._make_layout(rows, torch.zeros_like(rows.emit_row), 0)
+        return self._layout
+
+    def _allot(self, plan: BatchPlan, rows: PlanRows, length: Tensor) -> Tensor:
+        """int64[R]: how many drafts each emitting row runs, at most K in all."""
+        slots, at = self._slots, rows.emit_row
+        left = slots.limit[rows.emit_slot] - length[at] - 1  # one token comes without a draft
+        most = torch.minimum(slots.drafted[rows.emit_slot], rows.count[at] - 1)
+        eligible = torch.where(rows.decode[at], torch.minimum(most, left).clamp(min=0), 0)
+        return self._drafter.allot(eligible, plan.draft_rows)
+
+    def _make_layout(self, rows: PlanRows, lengths: Tensor, draft_rows: int) -> TokenLayout:
+        decodes = rows.array[:, 1] == DECODE
+        total = int(np.where(decodes, 1, rows.array[:, 2]).sum()) + draft_rows
+        count = torch.where(rows.decode, 1, rows.count)
+        count = count.index_add(0, rows.emit_row, lengths)
+        row, offset = self._ops.expand_rows(torch.zeros_like(count), count, total)
+        ends = count.cumsum(0)
+        first = ends[rows.emit_row] - 1 - lengths
+        owner, logit_rows = self._ops.expand_rows(first, 1 + lengths, len(lengths) + draft_rows)
+        width = self._slots.shape.draft_len + 1 if draft_rows else 1
+        slot = rows.slot[row]
+        return TokenLayout(
+            count=count,
+            row=row,
+            offset=offset,
+            slot=slot,
+            cu_q=torch.cat((ends.new_zeros(1), ends)).int(),
+            lengths=lengths,
+            grid=line_grid(lengths, width),
+            owner=owner,
+            logit_rows=logit_rows,
+            params=_sample_params(self._slots, rows, slot[logit_rows]),
+        )
+
+    def _device_batch(
+        self, rows: PlanRows, layout: TokenLayout, start: Tensor, alive: Tensor, position: Tensor
+    ) -> DeviceBatch:
+        slots = self._slots
+        size = slots.shape.page_size
+        ids = slots.tokens.view(-1)[layout.slot * slots.width + position].long()
+        page = slots.pages.view(-1)[layout.slot * slots.pages.shape[1] + position // size]
+        writes = alive[layout.row] & (layout.row >= 0)
+        if rows.replay is not None:
+            writes &= layout.offset >= rows.replay[layout.row]
+        longest = int(slots.bound[rows.array[:, 0]].max(initial=1))
+        table = slots.pages[rows.slot, : -(-longest // size)]
+        kv_length = torch.where(alive, start + layout.count, 0)
+        return DeviceBatch(
+            ids=ids,
+            positions=position,
+            row_of_token=layout.row,
+            kv_slots=torch.where(writes, page * size + position % size, -1),
+            attn=self._ops.plan_attention(table, kv_length, layout.cu_q, size),
+            logit_rows=layout.logit_rows,
+        )
+
+    def _lines(self, rows: PlanRows, layout: TokenLayout, position: Tensor) -> Lines:
+        position = position[layout.logit_rows] + 1  # the next one is drawn
+        return Lines(
+            sample=replace(layout.params, position=position),
+            grid=layout.grid,
+            owner=layout.owner,
+            stages=rows.stages,
+            text=self._slots.tokens,
+            longest=int(self._slots.bound[rows.array[:, 0]].max(initial=1)),
+        )
+
+
+def _plan_rows(array: NDArray[np.int32], key: tuple[int, bytes], slots: SlotTable) -> PlanRows:
+    """Once for each new set of rows; the only loop over rows in Python."""
+    table = torch.from_numpy(np.ascontiguousarray(array.T, np.int64)).to(slots.device)
+    emit = np.flatnonzero(array[:, 3])
+    emit_row = torch.from_numpy(emit).to(slots.device)
+    params = slots.params_of(array[emit, 0].tolist())
+    logprobs = np.array([p.logprobs for p in params], np.int64)
+    scored = np.flatnonzero(logprobs >= 0)
+    return PlanRows(
+        key=key,
+        array=array,
+        slot=table[0],
+        start=table[1],
+        count=table[2],
+        decode=table[1] == DECODE,
+        replay=table[4] if array[:, 4].any() else None,
+        emit=emit,
+        emit_row=emit_row,
+        emit_slot=table[0][emit_row],
+        stages=gather_stages(params, slots.shape.vocab_size, slots.device),
+        filtered=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
+        greedy=all(p.temperature < COLD for p in params),
+        scored=scored,
+        scored_row=torch.from_numpy(scored).to(slots.device),
+        wanted=logprobs[scored],
+        prompts=tuple(_prompts(array, slots)),
+    )
+
+
+def _prompts(
+    array: NDArray[np.int32], slots: SlotTable
+) -> Iterator[tuple[int, int, int, int, int]]:
+    for row in np.flatnonzero(array[:, 1] != DECODE).tolist():
+        slot, start, count, _, _ = array[row].tolist()
+        (params,) = slots.params_of([slot])
+        scored = min(count, params.prompt_len - 1 - start)  # row j predicts token start + j + 1
+        if params.prompt_logprobs >= 0 and scored > 0:
+            yield row, slot, start, scored, params.prompt_logprobs
+
+
+def _sample_params(slots: SlotTable, rows: PlanRows, slot: Tensor) -> SampleRows:
+    """Each line's parameters; positions are filled in for each step."""
+    return SampleRows(
+        slot=slot,
+        position=slot,
+        seed=slots.seed[slot],
+        temperature=slots.temperature[slot],
+        top_k=slots.top_k[slot],
+        top_p=slots.top_p[slot],
+        min_p=slots.min_p[slot],
+        filtered=rows.filtered,
+        greedy=rows.greedy,
+    )

@@ -1,0 +1,257 @@
+"""One rank's start: from a configuration to a loaded model, its memory and its runner.
+
+Where you are: behind ``executors.local``, on the thread that will run the steps. Order: find and
+open the checkpoint, open the device, choose ops, build and load the model, give what is left to KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepinfer.api.backend import OpContext
+from deepinfer.api.executor import ModelFacts
+from deepinfer.errors import ConfigError, KVCacheTooSmallError
+from deepinfer.models.checkpoint import open_checkpoint
+from deepinfer.models.registry import architectures_of
+from deepinfer.models.source import resolve
+from deepinfer.models.weights import load_weights
+from deepinfer.ops.backend import build_ops
+from deepinfer.parallel import single
+from deepinfer.sampling.verify import EqualityVerifier
+from deepinfer.worker.drafting import NullDrafter
+from deepinfer.worker.kvpool import KVPool
+from deepinfer.worker.runner import ModelRunner, Rig
+from deepinfer.worker.slots import SlotShape, SlotTable
+
+if TYPE_CHECKING:
+    from deepinfer.api.backend import Backend, Device
+    from deepinfer.api.kv import KVSpec
+    from deepinfer.api.model import Model, ModelAdapter
+    from deepinfer.config import EngineConfig
+    from deepinfer.models.checkpoint import Checkpoint
+    from deepinfer.ops.table import OpSet
+    from deepinfer.resolution import Resolution
+
+log = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 1 << 30
+"""KV on a CPU where nobody says otherwise; its pages cost memory when they are first used."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A model and what it was loaded with."""
+
+    model: Model
+    ops: OpSet
+    config: Any
+    spec: KVSpec
+    dtype: torch.dtype
+    weight_bytes: int
+
+
+@dataclass(slots=True)
+class Host:
+    """A loaded model on an opened device. ``close`` may be called twice."""
+
+    facts: ModelFacts
+    runner: ModelRunner
+    device: Device
+    kv: KVPool
+    startup: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, config: EngineConfig, resolution: Resolution) -> Host:
+        """Everything that a rank needs.
+
+        Raises:
+            DeepInferError: what of the model, the device or the memory does not fit, by name.
+        """
+        times: dict[str, float] = {}
+        with _phase(times, "open"):
+            source = resolve(config.model, revision=config.revision, tokenizer=config.tokenizer)
+            checkpoint = open_checkpoint(source)
+            backend: Backend = resolution.load("backend")()
+            device = backend.open(0)
+        try:
+            with _phase(times, "weights"):
+                loaded = _load(config, resolution, checkpoint, backend, device)
+            with _phase(times, "kv"):
+                return cls._equip(config, resolution, loaded, checkpoint, (backend, device), times)
+        except BaseException:
+            device.close()
+            raise
+
+    @classmethod
+    def _equip(
+        cls,
+        config: EngineConfig,
+        resolution: Resolution,
+        loaded: _Loaded,
+        checkpoint: Checkpoint,
+        where: tuple[Backend, Device],
+        times: dict[str, float],
+    ) -> Host:
+        backend, device = where
+        max_len, num_pages = size_kv(config, loaded.config, loaded.spec, device)
+        kv = KVPool(loaded.spec, num_pages, config.page_size, loaded.dtype, device.torch_device)
+        drafter = NullDrafter()
+        shape = SlotShape(
+            slots=config.max_num_seqs,
+            max_len=max_len,
+            page_size=config.page_size,
+            vocab_size=loaded.config.vocab_size,
+            draft_len=drafter.draft_len,
+        )
+        sampler = resolution.load("sampler")(loaded.ops)
+        rig = Rig(
+            model=loaded.model,
+            ops=loaded.ops,
+            kv=kv,
+            device=device,
+            slots=SlotTable(shape, device.torch_device),
+            drafter=drafter,
+            verifier=EqualityVerifier(loaded.ops, sampler),
+        )
+        facts = ModelFacts(
+            architecture=architectures_of(checkpoint.config)[0],
+            vocab_size=loaded.config.vocab_size,
+            max_model_len=max_len,
+            page_size=config.page_size,
+            num_pages=num_pages,
+            kv=loaded.spec,
+            fingerprint=checkpoint.fingerprint(),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            backend=backend.name,
+            weight_bytes=loaded.weight_bytes,
+            draft_len=drafter.draft_len,
+            load_seconds=times["weights"],
+        )
+        return cls(facts, ModelRunner(rig), device, kv, times)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Rare calls by name: ``trace``, ``memory``, ``profile``."""
+        calls = {"trace": self.runner.trace, "memory": self.memory, "profile": self.profile}
+        if method not in calls:
+            raise ConfigError(f"There is no call {method!r}; there are {', '.join(calls)}.")
+        return calls[method](*args)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights and KV, and what is free beside them."""
+        return {
+            "weights": self.facts.weight_bytes,
+            "kv": self.kv.nbytes,
+            "free": self.device.free_bytes(),
+        }
+
+    def profile(self) -> dict[str, float]:
+        """Seconds of each phase of the start, and of all steps since: forward, sample, steps."""
+        return dict(self.startup, **self.runner.seconds)
+
+    def close(self) -> None:
+        """Give weights, KV and device back."""
+        self.runner.close()
+        self.kv.close()
+        self.device.close()
+
+
+def _load(
+    config: EngineConfig,
+    resolution: Resolution,
+    checkpoint: Checkpoint,
+    backend: Backend,
+    device: Device,
+) -> _Loaded:
+    adapter: ModelAdapter = resolution.load("model")()
+    dtype = choose_dtype(config.dtype, checkpoint.config, device.torch_device)
+    mine = adapter.config(checkpoint.config)
+    limit = mine.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is longer than the model's own {limit}.",
+            setting="max_model_len",
+            next_step=f"Give at most {limit}, or leave it out.",
+        )
+    mine = replace(mine, max_model_len=config.max_model_len or limit)
+    spec = adapter.kv_spec(mine, dtype.itemsize)
+    context = OpContext(
+        dtype=dtype,
+        device=device.torch_device,
+        invariant=config.batch_invariant,
+        quantization=config.quantization,
+        num_threads=config.num_threads or torch.get_num_threads(),
+        page_size=config.page_size,
+        head_dim=spec.groups[0].head_dim,
+    )
+    _check_page_size(config.page_size, backend)
+    ops = build_ops(backend, context)
+    model = adapter.build(mine, ops, single())
+    nbytes = load_weights(model, adapter.weights(mine), checkpoint, ops, dtype)
+    return _Loaded(model, ops, mine, spec, dtype, nbytes)
+
+
+def choose_dtype(asked: str, raw: dict[str, Any], device: torch.device) -> torch.dtype:
+    """``auto``: float32 on a CPU, else the checkpoint's own (bfloat16 if it does not say)."""
+    if asked == "auto":
+        own = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
+        asked = "float32" if device.type == "cpu" or own == "float32" else "bfloat16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[asked]
+
+
+def _check_page_size(page_size: int, backend: Backend) -> None:
+    known = backend.facts().page_sizes
+    if page_size not in known:
+        raise ConfigError(
+            f"page_size={page_size}: backend {backend.name!r} has pages of "
+            f"{', '.join(map(str, known))} tokens.",
+            setting="page_size",
+        )
+
+
+def size_kv(
+    config: EngineConfig, model_config: Any, spec: KVSpec, device: Device
+) -> tuple[int, int]:
+    """(max_model_len, num_pages): as many pages as memory is given, enough for one longest text.
+
+    Where the user named no length, a pool that cannot hold the model's own shortens it.
+
+    Raises:
+        KVCacheTooSmallError: it cannot hold a text of the length that the user named.
+    """
+    page_bytes = spec.bytes_per_token * config.page_size
+    max_len = model_config.max_model_len
+    most = -(-max_len // config.page_size) * config.max_num_seqs
+    budget = config.kv_cache_memory
+    if budget is None:
+        budget = int(config.gpu_memory_utilization * device.free_bytes())
+        if device.torch_device.type == "cpu":
+            budget = min(budget, CPU_KV_BYTES)
+        budget = min(budget, most * page_bytes)
+    pages = budget // page_bytes
+    if pages * config.page_size >= max_len:
+        return max_len, pages
+    fits = pages * config.page_size
+    if config.max_model_len is None and fits >= 2:
+        log.info("max_model_len is %d, not the model's %d: KV memory ends there.", fits, max_len)
+        return fits, pages
+    need = -(-max_len // config.page_size) * page_bytes
+    raise KVCacheTooSmallError(
+        f"kv_cache_memory={budget} holds {fits} tokens, and one text of max_model_len={max_len} "
+        f"needs {need} bytes.",
+        setting="kv_cache_memory",
+        next_step=f"Give kv_cache_memory={need} or more, or max_model_len={max(fits, 2)} or less.",
+    )
+
+
+@contextmanager
+def _phase(times: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    times[name] = time.perf_counter() - began

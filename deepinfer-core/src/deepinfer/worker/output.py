@@ -1,0 +1,172 @@
+"""A step's answer on its way to the host: device tensors become one :class:`StepOutput`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from deepinfer.api.plan import LogprobRows, StepOutput
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from deepinfer.api.backend import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What ``ops.logprobs`` said of some tokens; ``index`` (host or device) as in LogprobRows.
+
+    ``wanted`` int[u]: how many best ids each asked for.
+    """
+
+    token: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+    value: Tensor
+    rank: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the fields."""
+        return self.token, self.top_ids, self.top_values, self.value, self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """Scores of one row's prompt tokens: plan row, first position, ids wanted."""
+
+    row: int
+    position: int
+    wanted: int
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Everything that a step sends to the host. n plan rows, R emitting ones, γ drafts.
+
+    ``tokens`` int64[R, w], ``counts`` int64[R], ``faults`` uint8[R], ``drafts`` int64[R, γ];
+    ``scores`` of the first w tokens of emitting rows ``scored``, of which ``wanted`` best.
+    """
+
+    step: int
+    rows: int
+    draft_len: int
+    emit: NDArray[np.int64]
+    tokens: Tensor
+    counts: Tensor
+    faults: Tensor
+    drafts: Tensor
+    confidence: Tensor | None
+    scored: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    scores: Scores | None
+    prompt: tuple[PromptScores, ...]
+    seconds: float
+
+
+class StepFuture:
+    """An :class:`api.backend.OutputFuture`. ``result()`` waits for the copies and may be repeated.
+
+    Args:
+        device: starts the copies at once, so later steps may change their tables.
+        result: what to send.
+    """
+
+    def __init__(self, device: Device, result: StepResult) -> None:
+        self._what = result
+        tensors = [result.tokens, result.counts, result.faults, result.drafts]
+        if result.confidence is not None:
+            tensors.append(result.confidence)
+        for scores in (result.scores, *(p.scores for p in result.prompt)):
+            tensors += scores.tensors() if scores is not None else ()
+        self._copies = device.future(*tensors)
+        self._output: StepOutput | None = None
+
+    def done(self) -> bool:
+        """Whether ``result()`` returns at once."""
+        return self._output is not None or self._copies.done()
+
+    def result(self) -> StepOutput:
+        """The step's output, on the host."""
+        if self._output is None:
+            self._output = self._assemble([t.numpy() for t in self._copies.result()])
+        return self._output
+
+    def _assemble(self, arrays: list[NDArray[np.generic]]) -> StepOutput:
+        what, rest = self._what, iter(arrays)
+        shape = (what.rows, 1 + what.draft_len)
+        tokens, counts = np.zeros(shape, np.int32), np.zeros(what.rows, np.int32)
+        faults, drafts = np.zeros(what.rows, np.uint8), np.zeros((what.rows, what.draft_len))
+        drafts = drafts.astype(np.int32)
+        drawn = next(rest)
+        tokens[what.emit, : drawn.shape[1]] = drawn
+        counts[what.emit], faults[what.emit] = next(rest), next(rest)
+        drafts[what.emit] = next(rest)
+        confidence = None
+        if what.confidence is not None:
+            confidence = np.zeros(drafts.shape, np.float32)
+            confidence[what.emit] = next(rest)
+        logprobs = None
+        if what.scores is not None:
+            logprobs = self._emitted(_take(rest), counts)
+        prompt = tuple((p.row, _prompt(_take(rest), p)) for p in what.prompt)
+        return StepOutput(
+            step=what.step,
+            tokens=tokens,
+            counts=counts,
+            drafts=drafts if what.draft_len else None,
+            confidence=confidence,
+            logprobs=logprobs,
+            prompt_logprobs=prompt,
+            faults=faults,
+            device_seconds=what.seconds,
+        )
+
+    def _emitted(self, scores: _Host, counts: NDArray[np.int32]) -> LogprobRows:
+        """Of the scored tokens those that were emitted."""
+        what = self._what
+        width = len(scores.token) // max(len(what.scored), 1)
+        row = np.repeat(what.emit[what.scored], width)
+        j = np.tile(np.arange(width), len(what.scored))
+        wanted = np.repeat(what.wanted, width)
+        keep = j < counts[row]
+        index = row * (1 + what.draft_len) + j
+        return scores.rows(index[keep], wanted[keep], keep)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """:class:`Scores` on the host."""
+
+    token: NDArray[np.generic]
+    top_ids: NDArray[np.generic]
+    top_values: NDArray[np.generic]
+    value: NDArray[np.generic]
+    rank: NDArray[np.generic]
+
+    def rows(
+        self,
+        index: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+        keep: NDArray[np.bool_] | slice,
+    ) -> LogprobRows:
+        """The kept ones; ids beyond what was asked for are −1."""
+        best = self.top_ids[keep]
+        beyond = np.arange(best.shape[1]) >= wanted[:, None]
+        ids = np.concatenate((self.token[keep][:, None], np.where(beyond, -1, best)), 1)
+        values = np.concatenate((self.value[keep][:, None], self.top_values[keep]), 1)
+        return LogprobRows(index.astype(np.int32), ids.astype(np.int32), values, self.rank[keep])
+
+
+def _take(arrays: object) -> _Host:
+    return _Host(*(next(arrays) for _ in range(5)))  # type: ignore[call-overload]
+
+
+def _prompt(scores: _Host, what: PromptScores) -> LogprobRows:
+    index = what.position + np.arange(len(scores.token))
+    wanted = np.full(len(index), what.wanted)
+    return scores.rows(index, wanted, slice(None))

@@ -1,0 +1,239 @@
+"""The hands: one :class:`ModelRunner` runs the plans of one device.
+
+Where you are: the sixth stop of the reading tour. ``forward`` turns a plan into token rows and runs
+the model; ``sample`` takes the masks, draws, and moves the slot table on. The brain calls them in
+the order forward N, sample N, forward N+1, …, one step ahead of what it has seen: nothing here
+waits for the host, and nothing that shapes a step is decided here.
+
+Beside it: ``batch`` (plan to tensors), ``slots`` (where requests stand), ``sampling.pipeline``
+(masks and penalties), ``sampling.verify`` (drafts), ``output`` (the way back to the host).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.api.plan import Fault
+from deepinfer.sampling.pipeline import LogitsPipeline
+from deepinfer.worker.batch import BatchBuilder, StepBatch
+from deepinfer.worker.drafting import HiddenTaps
+from deepinfer.worker.output import PromptScores, Scores, StepFuture, StepResult
+
+if TYPE_CHECKING:
+    from deepinfer.api.backend import Device, OutputFuture
+    from deepinfer.api.model import KVPools, Model
+    from deepinfer.api.plan import BatchPlan, RowInputs
+    from deepinfer.api.speculative import Drafter, Drafts, Verifier
+    from deepinfer.ops.table import OpSet
+    from deepinfer.worker.batch import PlanRows
+    from deepinfer.worker.slots import SlotTable
+
+_TILE_BYTES = 64 << 20  # logits of prompt tokens at a time
+
+
+class Recorder(Protocol):
+    """Watches steps, as the determinism checker does. Called on the runner's thread."""
+
+    def begin_step(self, plan: BatchPlan, step: StepBatch) -> None:
+        """Before the model runs; the token rows' slots are ``step.layout.slot``."""
+        ...
+
+    def end_step(self) -> None:
+        """After the draw."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rig:
+    """What a runner is made of."""
+
+    model: Model
+    ops: OpSet
+    kv: KVPools
+    device: Device
+    slots: SlotTable
+    drafter: Drafter
+    verifier: Verifier
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step between its halves."""
+
+    step: StepBatch
+    logits: Tensor
+    prompt: tuple[PromptScores, ...]
+    taps: HiddenTaps | None
+    seconds: float
+
+
+class ModelRunner:
+    """Runs plans in order. One thread at a time may call it, inside ``inference_mode``.
+
+    Args:
+        rig: model, ops, memory and the rooms around the draw.
+
+    Attributes:
+        seconds: time in ``forward`` and in ``sample``, and the number of steps, so far.
+    """
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._batches = BatchBuilder(rig.slots, rig.ops, rig.drafter)
+        self._pipeline = LogitsPipeline(rig.ops)
+        self._open: dict[int, _OpenStep] = {}
+        self._recorder: Recorder | None = None
+        self.seconds = {"forward": 0.0, "sample": 0.0, "steps": 0.0}
+
+    def trace(self, recorder: Recorder | None) -> None:
+        """Let a recorder watch every step from here on; None ends it."""
+        self._recorder = recorder
+
+    def close(self) -> None:
+        """Forget steps between their halves. No step may follow."""
+        self._open.clear()
+
+    def forward(self, plan: BatchPlan) -> None:
+        """First half: run the plan's rows. It needs no token from the host."""
+        began = time.perf_counter()
+        rig = self._rig
+        rig.slots.apply(plan)
+        step = self._batches.build(plan)
+        if self._recorder is not None:
+            self._recorder.begin_step(plan, step)
+        taps = None
+        if rig.drafter.taps:
+            taps = HiddenTaps(rig.drafter.taps, step.batch, step.layout.slot)
+        hidden = rig.model.forward(step.batch, rig.kv, taps)
+        logits = rig.model.logits(hidden[step.batch.logit_rows])
+        prompt = self._score_prompts(step, hidden)
+        took = time.perf_counter() - began
+        self.seconds["forward"] += took
+        self._open[plan.step] = _OpenStep(step, logits, prompt, taps, took)
+
+    def sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
+        """Second half: masks, draw, acceptance, commit, drafts of the next step."""
+        began = time.perf_counter()
+        work, rig = self._open.pop(step), self._rig
+        batch, logits = work.step, work.logits
+        raw = self._raw_lines(work, inputs)
+        faults = self._pipeline.apply(logits, batch.lines, *self._masks(batch, inputs))
+        tokens, counts = rig.verifier.verify(
+            logits, batch.lines.sample, batch.drafts, batch.layout.lengths
+        )
+        counts, faults = _settle(batch, counts, faults)
+        rig.slots.commit(batch.rows.emit_slot, batch.length, tokens, counts)
+        drafts = self._draft(work, counts)
+        scores = self._score(batch.rows, raw, tokens)
+        if self._recorder is not None:
+            self._recorder.end_step()
+        took = time.perf_counter() - began
+        self.seconds["sample"] += took
+        self.seconds["steps"] += 1
+        result = StepResult(
+            step=step,
+            rows=len(batch.rows.array),
+            draft_len=rig.slots.shape.draft_len,
+            emit=batch.rows.emit,
+            tokens=tokens,
+            counts=counts,
+            faults=faults,
+            drafts=drafts.ids,
+            confidence=drafts.confidence,
+            scored=batch.rows.scored,
+            wanted=batch.rows.wanted,
+            scores=scores,
+            prompt=work.prompt,
+            seconds=work.seconds + took,
+        )
+        return StepFuture(rig.device, result)
+
+    def _masks(
+        self, batch: StepBatch, inputs: RowInputs | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The host's masks and the line of each, on the device; −1 for lines that do not exist."""
+        if inputs is None or inputs.bitmask is None or not len(inputs.index):
+            return None, None
+        emit_of_row = np.full(len(batch.rows.array) + 1, -1, np.int64)
+        emit_of_row[batch.rows.emit] = np.arange(len(batch.rows.emit))
+        row, j = np.divmod(inputs.index.astype(np.int64), 1 + self._rig.slots.shape.draft_len)
+        emit, width = emit_of_row[row], batch.layout.grid.shape[1]
+        real = torch.from_numpy((emit >= 0) & (j < width))
+        at = torch.from_numpy(np.stack((np.maximum(emit, 0), np.minimum(j, width - 1))))
+        device = self._rig.slots.device
+        at, real = at.to(device), real.to(device)
+        bitmask = torch.from_numpy(np.ascontiguousarray(inputs.bitmask, np.int32)).to(device)
+        return bitmask, torch.where(real, batch.layout.grid[at[0], at[1]], -1)
+
+    def _draft(self, work: _OpenStep, counts: Tensor) -> Drafts:
+        """Tell the drafter what stood, and put its proposals behind the texts."""
+        rig, rows, layout = self._rig, work.step.rows, work.step.layout
+        if rig.drafter.draft_len:
+            kept = layout.count.clone()
+            kept[rows.emit_row] = torch.where(
+                rows.decode[rows.emit_row], counts, kept[rows.emit_row]
+            )
+            mine = layout.row >= 0
+            rig.drafter.commit(work.taps, mine & (layout.offset < kept[layout.row]))
+        drafts = rig.drafter.propose(rig.slots.anchors(rows.emit_slot), rows.emit_slot)
+        if rig.drafter.draft_len:
+            rig.slots.set_drafts(rows.emit_slot, drafts.ids)
+        return drafts
+
+    def _raw_lines(self, work: _OpenStep, inputs: RowInputs | None) -> Tensor | None:
+        """The model's own logits of lines whose logprobs somebody wants, before any stage."""
+        rows = work.step.rows
+        if not len(rows.scored):
+            return None
+        if inputs is None and not rows.stages.any and len(rows.scored) == len(work.logits):
+            return work.logits  # nothing will change them
+        lines = work.step.layout.grid[rows.scored_row]
+        return work.logits[lines.flatten().clamp(min=0)]
+
+    def _score(self, rows: PlanRows, raw: Tensor | None, tokens: Tensor) -> Scores | None:
+        """Logprobs of what was drawn, in the model's raw distribution."""
+        if raw is None:
+            return None
+        chosen = tokens[rows.scored_row].flatten()
+        return self._logprobs(raw, int(rows.wanted.max()), chosen)
+
+    def _logprobs(self, logits: Tensor, k: int, chosen: Tensor) -> Scores:
+        return Scores(chosen, *self._rig.ops.logprobs(logits, min(k, logits.shape[1]), chosen))
+
+    def _score_prompts(self, step: StepBatch, hidden: Tensor) -> tuple[PromptScores, ...]:
+        """Logprobs of the prompt tokens that this step's chunks predict."""
+        found = []
+        for row, slot, start, count, wanted in step.rows.prompts:
+            place = step.layout.cu_q[row] + torch.arange(count, device=hidden.device)
+            target = self._rig.slots.tokens[slot, start + 1 : start + 1 + count].long()
+            scores = self._tiled(hidden, place, wanted, target)
+            found.append(PromptScores(row=row, position=start + 1, wanted=wanted, scores=scores))
+        return tuple(found)
+
+    def _tiled(self, hidden: Tensor, place: Tensor, k: int, target: Tensor) -> Scores:
+        """Logits of many rows would outgrow memory: a tile of rows at a time."""
+        tile = max(1, _TILE_BYTES // (4 * self._rig.slots.shape.vocab_size))
+        parts = [
+            self._logprobs(self._rig.model.logits(hidden[rows]), k, ids).tensors()
+            for rows, ids in zip(place.split(tile), target.split(tile), strict=True)
+        ]
+        return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _settle(batch: StepBatch, counts: Tensor, faults: Tensor) -> tuple[Tensor, Tensor]:
+    """Dead rows emit nothing; a broken line ends what its row emits before it.
+
+    So a row with drafts emits what it would have without them, and meets the fault in a step in
+    which nothing comes before it.
+    """
+    grid = batch.layout.grid
+    broken = torch.where(grid >= 0, faults[grid.clamp(min=0)], Fault.NONE)
+    whole = (broken == Fault.NONE).long().cumprod(1).sum(1)
+    counts = torch.where(batch.alive, torch.minimum(counts, whole), 0)
+    return counts, torch.where(batch.alive, broken[:, 0], Fault.NONE).to(torch.uint8)

@@ -1,0 +1,143 @@
+"""The slot table: where every running request stands, on the device.
+
+Where you are: below ``batch``. A decode row of a plan says only "slot 7"; text, length, pages,
+limit, seed and sampling parameters are looked up here, on the device, so planning a step needs
+nothing of the step before. The host keeps what no step changes (:class:`RowParams`) and an upper
+bound of each length, from which shapes are cut.
+
+Drafts lie in the token table right behind the text, where the next step runs them as ordinary
+tokens; what of them was not accepted is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.api.plan import DECODE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from deepinfer.api.plan import Admit, BatchPlan, RowParams
+
+COLD = 1e-5
+"""Temperatures below this are greedy: z/T would leave float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotShape:
+    """Sizes of a table. ``max_len``: longest text; ``draft_len``: γ."""
+
+    slots: int
+    max_len: int
+    page_size: int
+    vocab_size: int
+    draft_len: int = 0
+
+
+class SlotTable:
+    """Device tensors indexed by slot; only the runner's thread touches them.
+
+    Attributes:
+        tokens: int32[slots, max_len + γ + 1]: text, then drafts.
+        pages: int32[slots, max_pages].
+        length, limit, seed, top_k, drafted: int64[slots]; ``drafted`` is how many drafts lie
+            behind the text.
+        temperature, top_p, min_p: float32[slots].
+        params: the parameters of each slot's request, on the host.
+        bound: int64[slots] on the host: no length is above it after the steps so far.
+        version: counts admissions; what was derived from slots holds while it stands still.
+    """
+
+    def __init__(self, shape: SlotShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.width = shape.max_len + shape.draft_len + 1
+        max_pages = -(-self.width // shape.page_size)
+        self.tokens = torch.zeros((shape.slots, self.width), dtype=torch.int32, device=device)
+        self.pages = torch.zeros((shape.slots, max_pages), dtype=torch.int32, device=device)
+        # One matrix for each type, so that entering a slot is two writes.
+        self._ints = torch.zeros((5, shape.slots), dtype=torch.int64, device=device)
+        self.length, self.limit, self.seed, self.top_k, self.drafted = self._ints.unbind(0)
+        self._floats = torch.ones((3, shape.slots), dtype=torch.float32, device=device)
+        self.temperature, self.top_p, self.min_p = self._floats.unbind(0)
+        self.params: list[RowParams | None] = [None] * shape.slots
+        self.bound = np.zeros(shape.slots, np.int64)
+        self._limit = np.zeros(shape.slots, np.int64)
+        self.version = 0
+
+    def apply(self, plan: BatchPlan) -> None:
+        """Admissions, page writes, and the host's bounds after this plan's rows."""
+        for admit in plan.admits:
+            self._admit(admit)
+        if len(plan.pages):
+            self._write_pages(plan.pages)
+        rows = plan.rows.array
+        gain = np.where(rows[:, 1] == DECODE, rows[:, 2], rows[:, 3])
+        slots = rows[:, 0]
+        self.bound[slots] = np.minimum(self.bound[slots] + gain, self._limit[slots])
+
+    def params_of(self, slots: Sequence[int]) -> list[RowParams]:
+        """The parameters of running requests."""
+        found = [self.params[slot] for slot in slots]
+        assert all(params is not None for params in found), "a row of a slot that nobody entered"
+        return found  # type: ignore[return-value]
+
+    def commit(self, slot: Tensor, length: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Append the first ``counts`` int64[R] of ``tokens`` int64[R, w] to texts of ``length``.
+
+        All w are written: what lies behind the new length is nobody's.
+        """
+        place = (slot * self.width + length)[:, None] + torch.arange(
+            tokens.shape[1], device=self.device
+        )
+        self.tokens.view(-1).index_put_((place,), tokens.int())
+        self.length.index_put_((slot,), length + counts)
+
+    def anchors(self, slot: Tensor) -> Tensor:
+        """int64[R]: the last token of each text, which the next step runs first."""
+        return self.tokens[slot, self.length[slot] - 1].long()
+
+    def set_drafts(self, slot: Tensor, drafts: Tensor) -> None:
+        """``drafts`` int64[R, γ] of the next step."""
+        place = (slot * self.width + self.length[slot])[:, None] + torch.arange(
+            drafts.shape[1], device=self.device
+        )
+        self.tokens.view(-1).index_put_((place,), drafts.int())
+        self.drafted.index_fill_(0, slot, drafts.shape[1])
+
+    def drafts(self, slot: Tensor, length: Tensor, width: int) -> Tensor:
+        """int64[R, width]: what lies behind texts of ``length``."""
+        place = (slot * self.width + length)[:, None] + torch.arange(width, device=self.device)
+        return self.tokens.view(-1)[place].long()
+
+    def _admit(self, admit: Admit) -> None:
+        slot, p, count = admit.slot, admit.params, len(admit.tokens)
+        assert count < admit.limit <= self.shape.max_len, "the brain checks lengths"
+        self.tokens[slot, :count] = torch.from_numpy(
+            np.ascontiguousarray(admit.tokens, np.int32)
+        ).to(self.device)
+        seed = (admit.seed & ((1 << 64) - 1) ^ (1 << 63)) - (1 << 63)  # the same 64 bits, signed
+        ints = (count, admit.limit, seed, p.top_k, 0)
+        self._ints[:, slot] = torch.tensor(ints, dtype=torch.int64).to(self.device)
+        floats = (0.0 if p.temperature < COLD else p.temperature, p.top_p, p.min_p)
+        self._floats[:, slot] = torch.tensor(floats, dtype=torch.float32).to(self.device)
+        self.params[slot] = p
+        self.bound[slot], self._limit[slot] = count, admit.limit
+        self.version += 1
+
+    def _write_pages(self, pages: NDArray[np.int32]) -> None:
+        place = pages[:, 0].astype(np.int64) * self.pages.shape[1] + pages[:, 1]
+        # In order: of several writes to one place the last stands.
+        _, last = np.unique(place[::-1], return_index=True)
+        keep = len(place) - 1 - last
+        self.pages.view(-1).index_put_(
+            (torch.from_numpy(place[keep]).to(self.device),),
+            torch.from_numpy(pages[keep, 2]).to(self.device),
+        )
