@@ -1,0 +1,250 @@
+"""Pages and slots of requests: :class:`KVCache`. Fifth stop of the reading tour.
+
+The scheduler asks here for room; ``settle`` is the one place where pages and slots come back, when
+nothing holds them any more: no running request, no row in flight, no transfer. Tiers and peers
+(:class:`~deepinfer.api.kv.KVStore`) hide behind ``admit`` and ``settle``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from deepinfer.api.kv import PageKey
+from deepinfer.engine.pages import Node, PagePool, pack
+from deepinfer.engine.request import RequestState, Status
+
+if TYPE_CHECKING:
+    from deepinfer.api.executor import ModelFacts
+    from deepinfer.api.kv import KVStore, Transfer
+
+
+class Admission(Enum):
+    """What came of asking for room."""
+
+    ENTERS = "it has a slot and pages for its whole text"
+    LOADS = "the same, and KV is on its way into them: rows come later"
+    ASK_AGAIN = "a store does not know yet what it holds; others may pass"
+    NO_ROOM = "not now"
+
+
+class _Move(NamedTuple):
+    """A transfer that holds a lease. ``pages``: how many leading pages hold KV once it is in."""
+
+    transfer: Transfer
+    owner: RequestState
+    pages: int
+
+
+class KVCache:
+    """Gives out pages and slots, knows which prefixes are there, and takes everything back."""
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        *,
+        num_slots: int,
+        caching: bool = True,
+        stores: Sequence[KVStore] = (),
+    ) -> None:
+        self.page_size = facts.page_size
+        self.caching = caching
+        self.pool = PagePool(facts.num_pages, (facts.fingerprint, facts.kv.layout))
+        self.slots = list(range(num_slots - 1, -1, -1))
+        self.leaving: set[RequestState] = set()
+        self.stores = tuple(stores)
+        self._replay = facts.kv.replay
+        self._moves: list[_Move] = []
+
+    # Room.
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a text of this length takes."""
+        return -(-tokens // self.page_size)
+
+    def admit(self, r: RequestState) -> Admission:
+        """Find what is cached, and give a slot and room for the whole text so far.
+
+        The last token always runs again, since its logits are wanted; so a hit never covers it.
+        """
+        found = self._match(r) if self._may_hit(r) else 0
+        loads, ask_again = self._ask_stores(r, found)
+        if ask_again or not self.reserve(r, len(r.tokens)):
+            self._release(r)
+            return Admission.ASK_AGAIN if ask_again else Admission.NO_ROOM
+        r.slot = self.slots.pop()
+        if loads is not None:
+            self._load(r, loads, found)
+            return Admission.LOADS
+        return Admission.ENTERS
+
+    def start(self, r: RequestState) -> int:
+        """The first position that an admitted request must run.
+
+        Positions below ``r.chain.hit`` are replayed: their rows write only window groups.
+        """
+        return r.chain.hit - min(self._replay, r.chain.hit)
+
+    def reserve(self, r: RequestState, tokens: int) -> bool:
+        """Positions below ``tokens`` get pages; False, and nothing changed, if there is no room."""
+        need = self.pages_for(tokens) - len(r.pages)
+        if need > self.pool.free:
+            return False
+        r.pages.extend([self.pool.take() for _ in range(need)])
+        return True
+
+    def coming(self) -> int:
+        """Pages, at most, that come back by themselves when what is in flight has arrived."""
+        return sum(len(r.pages) for r in self.leaving)
+
+    def settle(self, r: RequestState) -> bool:
+        """Give everything back that ``r`` held, if nothing holds it; True once it is back."""
+        if r.status is not Status.PREEMPTED and r.status is not Status.FINISHED:
+            return False
+        if r.in_flight or r.leases:
+            self.leaving.add(r)
+            return False
+        self.leaving.discard(r)
+        self._release(r)
+        if r.slot >= 0:
+            self.slots.append(r.slot)
+            r.slot = -1
+        if r.status is Status.PREEMPTED:
+            r.status = Status.WAITING
+        return True
+
+    def _release(self, r: RequestState) -> None:
+        self.pool.release(reversed(r.pages))
+        r.pages = []
+        r.chain.nodes = []
+        r.chain.hit = 0
+
+    # Prefixes.
+
+    def publish(self, r: RequestState, written: int) -> None:
+        """Enter full pages of ``r`` below position ``written``: emitted tokens with KV written."""
+        if not self.caching:
+            return
+        nodes = r.chain.nodes
+        parent = nodes[-1] if nodes else self.pool.root(r.request.cache_salt)
+        for i in range(len(nodes), min(written // self.page_size, len(r.pages))):
+            tokens = self._page_tokens(r, i)
+            node = self.pool.insert(parent, self._digest(r, i, tokens), tokens, r.pages[i])
+            if node is None:
+                return
+            nodes.append(node)
+            parent = node
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes; requests that run keep their pages, stores what they have."""
+        self.pool.clear()
+
+    def _may_hit(self, r: RequestState) -> bool:
+        return self.caching and not r.output.wants_prompt
+
+    def _match(self, r: RequestState) -> int:
+        """Hold the longest cached prefix of ``r``; returns its pages."""
+        parent = self.pool.root(r.request.cache_salt)
+        for i in range((len(r.tokens) - 1) // self.page_size):
+            tokens = self._page_tokens(r, i)
+            node = self.pool.find(parent, self._digest(r, i, tokens), tokens)
+            if node is None:
+                break
+            self._adopt(r, node)
+            parent = node
+        r.chain.hit = len(r.pages) * self.page_size
+        return len(r.pages)
+
+    def _adopt(self, r: RequestState, node: Node) -> None:
+        self.pool.hold(node.page)
+        r.pages.append(node.page)
+        r.chain.nodes.append(node)
+
+    def _page_tokens(self, r: RequestState, i: int) -> bytes:
+        return pack(r.tokens[i * self.page_size : (i + 1) * self.page_size])
+
+    def _digest(self, r: RequestState, i: int, tokens: bytes) -> bytes:
+        """Of full page ``i``; pages are asked for in order and each is hashed once."""
+        digests = r.chain.digests
+        if i < len(digests):
+            return digests[i]
+        assert i == len(digests), "a page is hashed before its parent"
+        parent = digests[-1] if digests else self.pool.root(r.request.cache_salt).digest
+        digests.append(self.pool.hash_page(parent, tokens))
+        return digests[i]
+
+    # Tiers and peers.
+
+    def poll(self) -> None:
+        """Take in transfers that have ended; a failed load falls back to computing."""
+        if not self._moves:
+            return
+        ended = [move for move in self._moves if move.transfer.done()]
+        self._moves = [move for move in self._moves if move not in ended]
+        for move in ended:
+            self._arrive(move)
+
+    @property
+    def busy(self) -> bool:
+        """Transfers are under way."""
+        return bool(self._moves)
+
+    def keep(self, r: RequestState) -> None:
+        """Offer the finished request's published pages to the stores that lack them."""
+        keys = self._keys(r, len(r.chain.nodes)) if self.stores else []
+        for store in self.stores:
+            have = store.lookup(keys, None).pages if keys else 0
+            if have < len(keys):
+                move = store.store(keys[have:], r.pages[have : len(keys)], None)
+                self._track(move, r, len(keys))
+
+    def _keys(self, r: RequestState, count: int) -> list[PageKey]:
+        digests = [self._digest(r, i, self._page_tokens(r, i)) for i in range(count)]
+        return [PageKey(d, (i + 1) * self.page_size) for i, d in enumerate(digests)]
+
+    def _ask_stores(
+        self, r: RequestState, found: int
+    ) -> tuple[tuple[KVStore, list[PageKey]] | None, bool]:
+        """The first store that holds more than is here, with the keys to load; or: ask again."""
+        if not self.stores or not self._may_hit(r):
+            return None, False
+        keys = self._keys(r, (len(r.tokens) - 1) // self.page_size)[found:]
+        for store in self.stores if keys else ():
+            answer = store.lookup(keys, r.request.ticket)
+            if answer.retry:
+                return None, True
+            if answer.pages:
+                return (store, keys[: answer.pages]), False
+        return None, False
+
+    def _load(self, r: RequestState, loads: tuple[KVStore, list[PageKey]], found: int) -> None:
+        store, keys = loads
+        r.status = Status.LOADING
+        end = found + len(keys)
+        self._track(store.load(keys, r.pages[found:end]), r, end)
+
+    def _track(self, transfer: Transfer, r: RequestState, pages: int) -> None:
+        r.leases += 1
+        self._moves.append(_Move(transfer, r, pages))
+
+    def _arrive(self, move: _Move) -> None:
+        r = move.owner
+        r.leases -= 1
+        if r.status is Status.LOADING:
+            r.status = Status.RUNNING
+            if move.transfer.failed() is None:
+                r.chain.hit = move.pages * self.page_size
+                self.publish(r, r.chain.hit)
+        self.settle(r)
+
+    # Tests.
+
+    def check_integrity(self, holders: Iterable[RequestState]) -> None:
+        """References are exactly what these requests hold; nothing is lost or held twice."""
+        everyone = {*holders, *self.leaving}
+        self.pool.check(Counter(page for r in everyone for page in r.pages))
+        taken = [r.slot for r in everyone if r.slot >= 0]
+        assert len(set(taken)) == len(taken), "two requests in one slot"
+        assert not set(taken) & set(self.slots), "a free slot is in use"

@@ -1,0 +1,370 @@
+"""The loop: :class:`Engine`. Second stop of the reading tour, after ``api/plan.py``.
+
+``step`` plans one step ahead of the device: it starts step N+1 before it has seen what step N
+produced. What it asks lies next door: the scheduler who runs, the cache for pages, the logits
+pipeline for masks, the output processor for text. No torch here; the executor is the only way out.
+
+Threads: one thread drives ``step``, and ``add`` and ``abort`` belong to the same thread. A front
+door that serves several threads puts a queue before them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from deepinfer.api.plan import Delta, Fault, FinishReason, StepStats
+from deepinfer.engine.cache import KVCache
+from deepinfer.engine.logits import LogitsPipeline
+from deepinfer.engine.output import OutputProcessor, ended, row_fault
+from deepinfer.engine.policy import FCFSPolicy
+from deepinfer.engine.request import RequestState, Status, check_request
+from deepinfer.engine.scheduler import Scheduler
+from deepinfer.engine.stats import Counters
+from deepinfer.errors import (
+    DeepInferError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+)
+
+if TYPE_CHECKING:
+    from deepinfer.api.backend import OutputFuture
+    from deepinfer.api.executor import Executor, ModelFacts
+    from deepinfer.api.grammar import GrammarBackend
+    from deepinfer.api.kv import KVStore
+    from deepinfer.api.observer import Observer
+    from deepinfer.api.plan import BatchPlan, Request, StepOutput
+    from deepinfer.api.policy import Policy
+    from deepinfer.api.speculative import DraftPlanner
+    from deepinfer.config import EngineConfig
+    from deepinfer.engine.detokenizer import TokenText
+
+_log = logging.getLogger("deepinfer.engine")
+_NAP = 0.0005  # seconds between looks at a grammar or a transfer when nothing else can run
+
+
+class _Begun(NamedTuple):
+    """A plan and the requests of its rows."""
+
+    plan: BatchPlan
+    planned: list[RequestState]
+
+
+class _Pending(NamedTuple):
+    """A step in flight."""
+
+    begun: _Begun
+    answer: OutputFuture
+
+
+class _InterruptedError(BaseException):
+    """Ctrl-C while the host waited: nothing has changed, the next ``step`` goes on."""
+
+
+class Engine:
+    """Requests in, deltas out. Everything it was given is closed with it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        facts: ModelFacts,
+        *,
+        tokenizer: TokenText | None = None,
+        policy: Policy | None = None,
+        planner: DraftPlanner | None = None,
+        grammar_backend: GrammarBackend | None = None,
+        stores: Sequence[KVStore] = (),
+        observers: Sequence[Observer] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor = executor
+        self.facts = facts
+        self.clock = clock
+        self.cache = KVCache(
+            facts,
+            num_slots=config.max_num_seqs,
+            caching=config.enable_prefix_caching,
+            stores=stores,
+        )
+        self.scheduler = Scheduler(
+            config, self.cache, policy or FCFSPolicy(), planner, facts.draft_len, clock
+        )
+        self.logits = LogitsPipeline(facts.vocab_size, facts.draft_len, grammar_backend)
+        self.output = OutputProcessor(tokenizer)
+        self.stats = StepStats()
+        self.counters = Counters()
+        self._observers = list(observers)
+        self._open: dict[str, RequestState] = {}
+        self._begun: _Begun | None = None
+        self._in_flight: deque[_Pending] = deque()
+        self._deltas: list[Delta] = []
+        self._over: DeepInferError | None = None
+
+    # Requests.
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises, and changes nothing, if it can never run."""
+        self._check_open()
+        if request.id in self._open:
+            raise InvalidRequestError(f"Request {request.id}: this id is in use.", setting="id")
+        check_request(request, self.facts)
+        self.logits.check(request)
+        r = RequestState(request, self.output.state(request))
+        self._open[request.id] = r
+        self.counters.requests += 1
+        if request.structured is None:
+            self.scheduler.add(r)
+        else:
+            self.logits.compile(r)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; its last delta comes with the next step. False: it is not open."""
+        r = self._open.get(request_id)
+        if r is None:
+            return False
+        delta = ended(r, FinishReason.ABORT, self.clock())
+        self._deltas.append(delta)
+        self._end(r, delta)
+        return True
+
+    def has_work(self) -> bool:
+        """There is something for ``step`` to do or to deliver."""
+        if self._over is not None:
+            return bool(self._deltas)
+        return bool(
+            self._open or self._in_flight or self._begun or self._deltas or self.cache.leaving
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; what runs is not disturbed."""
+        self.cache.reset_prefix_cache()
+
+    # The step.
+
+    def step(self) -> list[Delta]:
+        """Run one step and return what has arrived; after a failure of the device, the failures.
+
+        Every open request then ends with an error, and later calls raise
+        :class:`~deepinfer.errors.EngineDeadError`.
+        """
+        self._check_open()
+        try:
+            self._step()
+        except _InterruptedError as why:
+            raise (why.__cause__ or why) from None
+        except Exception as why:
+            self._die(why)
+        except BaseException as why:
+            self._die(why)
+            raise
+        return self._take_deltas()
+
+    def _step(self) -> None:
+        self.stats = StepStats()
+        if self._begun is None:  # else Ctrl-C struck between the halves of a step
+            self.cache.poll()
+            self._take_grammars()
+            if not self.scheduler.config.overlap:
+                self._collect()
+            plan = self.executor.agree(self._plan())  # identity unless replicas go in lockstep
+            if plan is None:
+                self._rest()
+                return
+            self._begun = _Begun(plan, self.scheduler.planned)
+            self.executor.forward(plan)  # step N+1 starts; it needs no token of step N
+        self._sample(self._begun)
+        self._collect(keep=1)
+
+    def _sample(self, begun: _Begun) -> None:
+        if begun.plan.constrained:
+            self._collect()  # only masks need step N's tokens; the wait hides under forward
+        inputs = self.logits.prepare(begun.plan, begun.planned, self._fail)
+        answer = self.executor.sample(begun.plan.step, inputs)
+        self._in_flight.append(_Pending(begun, answer))
+        self._begun = None
+
+    def _plan(self) -> BatchPlan | None:
+        start = self.clock()
+        plan = self.scheduler.plan()
+        self.stats.plan_seconds += self.clock() - start
+        if plan is not None:
+            self.stats.step, self.stats.rows = plan.step, len(plan.rows)
+            self.stats.decode_rows = self.scheduler.decodes
+            self.stats.prefill_tokens = plan.shape - plan.draft_rows - self.scheduler.decodes
+        return plan
+
+    def _rest(self) -> None:
+        """Nothing can run: take what is in flight, or nap while grammars or pages come."""
+        if self._in_flight:
+            self._collect()
+        elif self._open or self.cache.leaving:
+            time.sleep(_NAP)
+
+    def _collect(self, keep: int = 0) -> None:
+        """Take in steps in flight, oldest first, until ``keep`` are left."""
+        while len(self._in_flight) > keep:
+            out = self._wait(self._in_flight[0].answer)
+            pending = self._in_flight.popleft()
+            self._commit(pending.begun.planned, out)
+
+    def _wait(self, answer: OutputFuture) -> StepOutput:
+        start = self.clock()
+        try:
+            return answer.result()
+        except Exception:
+            raise
+        except BaseException as why:
+            raise _InterruptedError from why
+        finally:
+            self.stats.wait_seconds += self.clock() - start
+
+    def _commit(self, planned: list[RequestState], out: StepOutput) -> None:
+        """Tokens into text, then the books: bounds, drafts, prefix index, pages."""
+        start = self.clock()
+        deltas, over = self.output.take(planned, out, start)
+        self.stats.output_seconds += self.clock() - start
+        self._deltas.extend(deltas)
+        self._land(planned, out)
+        for r, delta in over:
+            self._end(r, delta)
+        if out.faults is not None and out.faults.any():
+            self._fail_rows(planned, out.faults.tolist())
+        if self.scheduler.planner is not None:
+            self.scheduler.planner.observe(out)
+        self.stats.device_seconds += out.device_seconds
+        self.stats.collect_seconds += self.clock() - start
+
+    def _land(self, planned: list[RequestState], out: StepOutput) -> None:
+        drafts = None if out.drafts is None else out.drafts.tolist()
+        page_size = self.cache.page_size
+        for i, r in enumerate(planned):
+            lo, hi, written = r.in_flight.popleft()
+            r.ahead_lo -= lo
+            r.ahead_hi -= hi
+            if r.status is not Status.FINISHED:
+                if written < 0:
+                    written = len(r.tokens) - 1  # the last token has no KV yet
+                if written >= (len(r.chain.nodes) + 1) * page_size:
+                    self.cache.publish(r, written)
+                if drafts is not None:
+                    r.drafts = drafts[i]
+            if r.status is not Status.RUNNING:
+                self.cache.settle(r)
+
+    # Ends.
+
+    def _end(self, r: RequestState, delta: Delta) -> None:
+        """The request is over for its caller; its pages follow when nothing holds them."""
+        del self._open[r.request.id]
+        self.logits.forget(r)
+        self.scheduler.finish(r)
+        finished, reason = self.counters.finished, str(delta.finish)
+        finished[reason] = finished.get(reason, 0) + 1
+        self.stats.finished.append(r.request.id)
+        self.counters.output_tokens += r.output_tokens
+        self._tell(lambda observer: observer.on_finish(delta))
+
+    def _fail(self, r: RequestState, error: Exception) -> None:
+        delta = ended(r, FinishReason.ERROR, self.clock(), error)
+        self._deltas.append(delta)
+        self._end(r, delta)
+
+    def _fail_rows(self, planned: list[RequestState], faults: list[int]) -> None:
+        for r, fault in zip(planned, faults, strict=True):
+            if fault != Fault.NONE and r.status is not Status.FINISHED:
+                self._fail(r, row_fault(r, fault))
+
+    def _take_grammars(self) -> None:
+        for r, why in self.logits.compiled() if self.logits.compiling else ():
+            if why is None:
+                self.scheduler.add(r)
+            else:
+                self._fail(r, why)
+
+    def _die(self, why: BaseException) -> None:
+        """The device or the brain has failed: every open request ends with an error."""
+        self._over = dead = EngineDeadError(
+            f"The engine has stopped: {type(why).__name__}: {why}",
+            next_step="Create a new engine.",
+        )
+        dead.__cause__ = why
+        for r in self._open.values():
+            self._deltas.append(ended(r, FinishReason.ERROR, self.clock(), dead))
+        self._open.clear()
+        self._in_flight.clear()
+        self._begun = None
+
+    def close(self) -> None:
+        """Abort what is open, wait for what is in flight, close the executor. Idempotent."""
+        if isinstance(self._over, EngineClosedError):
+            return
+        try:
+            if self._over is None:
+                self._drain()
+        except Exception as why:
+            self._die(why)
+        finally:
+            if self._over is None:
+                self.check_integrity()
+            self._over = EngineClosedError("This engine is closed.", next_step="Create a new one.")
+            self._deltas.clear()
+            self.logits.close()
+            self.executor.close()
+
+    def _drain(self) -> None:
+        for request_id in list(self._open):
+            self.abort(request_id)
+        if self._begun is not None:
+            self._sample(self._begun)
+        self._collect()
+        while self.cache.busy:
+            self.cache.poll()
+            time.sleep(_NAP)
+
+    def check_integrity(self) -> None:
+        """Nothing is lost, shared wrongly or held by nobody. Asserts; cheap enough when idle."""
+        self.cache.check_integrity(self._open.values())
+
+    # Small things.
+
+    def _check_open(self) -> None:
+        if self._over is not None:
+            raise self._over
+
+    def _take_deltas(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        self._count()
+        return deltas
+
+    def _count(self) -> None:
+        """Fill the step's statistics and add them to the totals."""
+        stats, counters, scheduler = self.stats, self.counters, self.scheduler
+        stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
+        stats.free_pages = self.cache.pool.free
+        stats.preemptions = scheduler.preemptions - counters.preemptions
+        stats.cached_tokens = scheduler.cached_tokens - counters.cached_tokens
+        counters.preemptions = scheduler.preemptions
+        counters.cached_tokens = scheduler.cached_tokens
+        counters.steps += stats.step > 0
+        counters.prompt_tokens += stats.prefill_tokens
+        counters.plan_seconds += stats.plan_seconds
+        counters.collect_seconds += stats.collect_seconds
+        counters.output_seconds += stats.output_seconds
+        counters.wait_seconds += stats.wait_seconds
+        counters.device_seconds += stats.device_seconds
+        if self._observers:
+            self._tell(lambda observer: observer.on_step(stats))
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        """Observers may not disturb a step: one that raises is logged once and dropped."""
+        for observer in tuple(self._observers):
+            try:
+                call(observer)
+            except Exception:
+                _log.exception("An observer failed and is dropped: %r", observer)
+                self._observers.remove(observer)

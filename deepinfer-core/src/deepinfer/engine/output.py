@@ -1,0 +1,328 @@
+"""From emitted tokens to what the caller sees: :class:`OutputProcessor`.
+
+``engine.py`` hands over each row's tokens as they arrive; one walk over them finds where the
+request ends, makes text, holds back what may become a stop string, and builds the
+:class:`~deepinfer.api.plan.Delta`. Nothing behind a stop is ever visible, and text is never taken
+back. Cost per token does not grow with the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from deepinfer.api.plan import Delta, Fault, FinishReason, RequestMetrics, TokenLogprob
+from deepinfer.engine.detokenizer import IncrementalDetokenizer
+from deepinfer.engine.request import RequestState, Status
+from deepinfer.errors import ModelFaultError
+
+if TYPE_CHECKING:
+    from deepinfer.api.grammar import Grammar
+    from deepinfer.api.plan import LogprobRows, Request, StepOutput
+    from deepinfer.engine.detokenizer import TokenText
+
+Finish = Literal["stop", "length", "abort", "error"]
+TokenLogprobs = dict[int, TokenLogprob]
+
+
+class Held(NamedTuple):
+    """What a piece of text releases; ``stop`` is the stop string that it completed."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopStrings:
+    """Finds stop strings in a stream of text pieces, whatever the pieces' borders.
+
+    Text that may be the beginning of a stop string is held until it is known not to be. If one
+    piece completes several, the one that ends first counts, and of those the longest.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._longest = max(map(len, stops))
+        self._heads = {stop[0] for stop in stops}
+        self._held = ""
+
+    def push(self, piece: str, armed: bool = True) -> Held:
+        """Take text. Not ``armed``: no stop string may end in this piece, later ones may."""
+        if not piece:
+            return Held("")
+        text, known = self._held + piece, len(self._held)
+        found = self._first(text, known) if armed else None
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return Held(text[: start + len(stop)] if self._include else text[:start], stop)
+        cut = self._safe(text)
+        self._held = text[cut:]
+        return Held(text[:cut])
+
+    def flush(self) -> str:
+        """What was held; no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first(self, text: str, known: int) -> tuple[int, str] | None:
+        """(start, stop) of the first stop string that ends behind ``known``."""
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            at = text.find(stop, max(0, known - len(stop) + 1))
+            if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
+                best = (at + len(stop), at, stop)
+        return None if best is None else (best[1], best[2])
+
+    def _safe(self, text: str) -> int:
+        """Where the longest ending begins that a stop string may still begin with."""
+        for at in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._heads:
+                tail = text[at:]
+                if any(len(s) > len(tail) and s.startswith(tail) for s in self._stops):
+                    return at
+        return len(text)
+
+
+class OutputState:
+    """One request's way out: its ends, its text, its logprobs, its times."""
+
+    __slots__ = (
+        "detokenizer",
+        "ends",
+        "metrics",
+        "min_len",
+        "prompt",
+        "stops",
+        "wants_logprobs",
+        "wants_prompt",
+    )
+
+    def __init__(self, request: Request, tokenizer: TokenText | None) -> None:
+        sampling = request.sampling
+        ends = frozenset(sampling.stop_token_ids)
+        self.ends = ends if sampling.ignore_eos else ends | request.eos_ids
+        self.min_len = len(request.token_ids) + sampling.min_tokens
+        self.detokenizer: IncrementalDetokenizer | None = None
+        self.stops: StopStrings | None = None
+        if tokenizer is not None and sampling.detokenize:
+            self.detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                request.token_ids,
+                sampling.skip_special_tokens,
+                sampling.spaces_between_special_tokens,
+            )
+            if sampling.stop:
+                self.stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
+        self.metrics = RequestMetrics(request.arrival, prompt_tokens=len(request.token_ids))
+        self.wants_logprobs = sampling.logprobs is not None
+        self.wants_prompt = sampling.prompt_logprobs is not None
+        self.prompt: list[TokenLogprobs | None] = []
+
+    def flush(self) -> str:
+        """All text that was held back."""
+        held = self.stops.flush() if self.stops is not None else ""
+        return held + (self.detokenizer.finish() if self.detokenizer is not None else "")
+
+
+class Logprobs:
+    """A step's logprobs, found by row and token."""
+
+    def __init__(self, rows: LogprobRows, width: int) -> None:
+        self.width = width
+        self.ids: list[list[int]] = rows.token_ids.tolist()
+        self.values: list[list[float]] = rows.values.tolist()
+        self.ranks: list[int] = rows.ranks.tolist()
+        self.at: dict[int, int] = {key: m for m, key in enumerate(rows.index.tolist())}
+
+
+class OutputProcessor:
+    """Makes deltas. Texts of single tokens, for logprobs, are kept: at most one for each id."""
+
+    def __init__(self, tokenizer: TokenText | None) -> None:
+        self.tokenizer = tokenizer
+        self._decoded: dict[int, str] = {}
+
+    def state(self, request: Request) -> OutputState:
+        """The output side of a new request."""
+        return OutputState(request, self.tokenizer)
+
+    def take(
+        self, planned: Sequence[RequestState], out: StepOutput, now: float
+    ) -> tuple[list[Delta], list[tuple[RequestState, Delta]]]:
+        """All deltas of a step, and the requests that end with them; dead rows are skipped."""
+        deltas: list[Delta] = []
+        over: list[tuple[RequestState, Delta]] = []
+        tokens: list[list[int]] = out.tokens.tolist()
+        found = None if out.logprobs is None else Logprobs(out.logprobs, out.tokens.shape[1])
+        for row, chunk in out.prompt_logprobs:
+            if planned[row].output.wants_prompt:
+                self._prompt_chunk(planned[row], chunk)
+        for i, (r, n) in enumerate(zip(planned, out.counts.tolist(), strict=True)):
+            if n and r.status is not Status.FINISHED:
+                delta = self._row(r, tokens[i][:n], found, i, now)
+                deltas.append(delta)
+                if delta.finish is not None:
+                    over.append((r, delta))
+        return deltas, over
+
+    def _row(
+        self, r: RequestState, ids: list[int], found: Logprobs | None, i: int, now: float
+    ) -> Delta:
+        """What one row's tokens become."""
+        output, metrics = r.output, r.output.metrics
+        kept, text, finish, reason = self.extend(r, ids)
+        if kept < len(ids):
+            ids = ids[:kept]
+        if metrics.first_token is None:
+            metrics.first_token = now
+        error = None if r.grammar is None else self._accept(r.grammar, ids)
+        if error is not None:
+            finish = "error"
+        if finish is not None:
+            metrics.finished = now
+            metrics.output_tokens = r.output_tokens
+        return Delta(
+            request_id=r.request.id,
+            token_ids=tuple(ids),
+            text=text,
+            logprobs=self._of_row(found, i, kept) if found and output.wants_logprobs else None,
+            prompt_logprobs=self._take_prompt(r) if output.wants_prompt else None,
+            finish=finish,
+            stop_reason=reason,
+            error=error,
+            metrics=metrics if finish is not None else None,
+        )
+
+    def _accept(self, grammar: Grammar, ids: list[int]) -> Exception | None:
+        """Move a matcher. A refusal is a bug, ours or the plugin's, and fails its request."""
+        try:
+            grammar.accept(ids)
+        except Exception as why:
+            return why
+        return None
+
+    def extend(self, r: RequestState, ids: list[int]) -> tuple[int, str, Finish | None, Any]:
+        """Walk emitted ids: append to ``r.tokens``, stop at the end of the request.
+
+        Returns how many count, the new text, and why it ended (reason and stop) if it did. A stop
+        wins over the length limit.
+        """
+        output, tokens, limit = r.output, r.tokens, r.request.limit
+        detokenizer, stops, ends = output.detokenizer, output.stops, output.ends
+        if stops is not None:
+            return self._extend_with_stops(r, ids)
+        finish: Finish | None = None
+        reason: int | None = None
+        kept = 0
+        for token in ids:
+            tokens.append(token)
+            kept += 1
+            if token in ends and len(tokens) > output.min_len:
+                finish, reason = "stop", token
+                break
+            if len(tokens) >= limit:
+                finish = "length"
+                break
+        if detokenizer is None:
+            return kept, "", finish, reason
+        shown = ids[:kept]
+        if finish == "stop" and not r.request.sampling.include_stop_str_in_output:
+            shown = shown[:-1]
+        text = detokenizer.push(shown)
+        return kept, text if finish is None else text + output.flush(), finish, reason
+
+    def _extend_with_stops(
+        self, r: RequestState, ids: list[int]
+    ) -> tuple[int, str, Finish | None, Any]:
+        """The same where stop strings are looked for, token by token."""
+        output, tokens = r.output, r.tokens
+        stops, detokenizer = output.stops, output.detokenizer
+        assert stops is not None and detokenizer is not None
+        text = ""
+        for kept, token in enumerate(ids, start=1):
+            tokens.append(token)
+            armed = len(tokens) > output.min_len
+            ended = armed and token in output.ends
+            if not ended or r.request.sampling.include_stop_str_in_output:
+                held = stops.push(detokenizer.push((token,)), armed)
+                text += held.text
+                if held.stop is not None:
+                    return kept, text, "stop", held.stop
+            if ended or len(tokens) >= r.request.limit:
+                last = self._end_with_stops(output, armed)
+                reason = token if ended else last.stop
+                finish: Finish = "stop" if reason is not None else "length"
+                return kept, text + last.text, finish, reason
+        return len(ids), text, None, None
+
+    def _end_with_stops(self, output: OutputState, armed: bool) -> Held:
+        """Release what the detokenizer held; even that may complete a stop string."""
+        assert output.stops is not None and output.detokenizer is not None
+        held = output.stops.push(output.detokenizer.finish(), armed)
+        return held if held.stop is not None else Held(held.text + output.stops.flush())
+
+    # Logprobs.
+
+    def _of_row(self, found: Logprobs, row: int, kept: int) -> tuple[TokenLogprobs, ...]:
+        """One dictionary for each of the row's tokens that count."""
+        first = row * found.width
+        return tuple([self._candidates(found, found.at[first + j]) for j in range(kept)])
+
+    def _prompt_chunk(self, r: RequestState, rows: LogprobRows) -> None:
+        """Collect what a prefill chunk says of the prompt; the first token has no logprob."""
+        output = r.output
+        if not output.prompt:
+            output.prompt = [None] * len(r.request.token_ids)
+        found = Logprobs(rows, 1)
+        for position, m in found.at.items():
+            if 0 < position < len(output.prompt):
+                output.prompt[position] = self._candidates(found, m)
+
+    def _take_prompt(self, r: RequestState) -> tuple[TokenLogprobs | None, ...]:
+        """The prompt's logprobs, once, with the first output."""
+        prompt = r.output.prompt or [None] * len(r.request.token_ids)
+        r.output.wants_prompt, r.output.prompt = False, []
+        return tuple(prompt)
+
+    def _candidates(self, found: Logprobs, m: int) -> TokenLogprobs:
+        """The token itself with its rank, then the best ones, best first."""
+        ids, values = found.ids[m], found.values[m]
+        own = TokenLogprob(values[0], found.ranks[m], self._text(ids[0]))
+        result = {ids[0]: own}
+        for rank in range(1, len(ids)):
+            if ids[rank] >= 0 and ids[rank] != ids[0]:
+                result[ids[rank]] = TokenLogprob(values[rank], rank, self._text(ids[rank]))
+        return result
+
+    def _text(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        text = self._decoded.get(token)
+        if text is None:
+            text = self._decoded[token] = self.tokenizer.decode((token,), False)
+        return text
+
+
+def ended(r: RequestState, finish: Finish, now: float, error: Exception | None = None) -> Delta:
+    """The last delta of a request that did not end by its own tokens."""
+    text = r.output.flush() if finish == FinishReason.ABORT else ""
+    r.output.metrics.finished = now
+    r.output.metrics.output_tokens = r.output_tokens
+    return Delta(r.request.id, text=text, finish=finish, error=error, metrics=r.output.metrics)
+
+
+def row_fault(r: RequestState, fault: int) -> ModelFaultError:
+    """What a row's fault means to the caller."""
+    where = f"Request {r.request.id}: at position {len(r.tokens)}"
+    if fault == Fault.NOTHING_ALLOWED:
+        return ModelFaultError(
+            f"{where} no token may be sampled.",
+            next_step="Check allowed_token_ids, logit_bias, bad_words, min_tokens and the grammar: "
+            "together they exclude the whole vocabulary.",
+        )
+    return ModelFaultError(
+        f"{where} the model's logits are NaN.",
+        next_step="Check the checkpoint (was it cut short or converted wrongly?) and the dtype: "
+        "float32 tells a broken file from an overflow.",
+    )

@@ -1,0 +1,206 @@
+"""One request as the brain sees it: :class:`RequestState`. Third stop of the reading tour.
+
+``engine.py`` makes one for each :class:`~deepinfer.api.plan.Request`; ``scheduler.py`` moves it
+through its states; ``cache.py`` gives it pages and takes them back. The device is ahead of the
+host, so the host knows a text's length only as bounds ``lo <= length <= hi``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from deepinfer.errors import InvalidRequestError, KVCacheTooSmallError
+
+if TYPE_CHECKING:
+    from deepinfer.api.executor import ModelFacts
+    from deepinfer.api.grammar import Grammar
+    from deepinfer.api.plan import Request
+    from deepinfer.engine.output import OutputState
+    from deepinfer.engine.pages import Node
+
+_MASK64: Final = (1 << 64) - 1
+
+
+def mix(seed: int, i: int) -> int:
+    """The seed of parallel sample ``i``: 64 bits; ``mix(seed, 0)`` is ``seed`` itself.
+
+    So sample 0 of a request with ``n`` > 1 equals the same request with ``n`` = 1. For other i it
+    is the SplitMix64 finaliser of ``seed + i·φ``, a bijection of the seed for every i.
+    """
+    if i == 0:
+        return seed & _MASK64
+    x = (seed + i * 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+class Status(Enum):
+    """Where a request stands. PREEMPTED lasts until its steps in flight have arrived."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class Ahead(NamedTuple):
+    """A row in flight: it emits between ``lo`` and ``hi`` tokens.
+
+    ``written``: the text length whose KV it completes if it is a prefill chunk, −1 for a decode.
+    """
+
+    lo: int
+    hi: int
+    written: int
+
+
+class Chain:
+    """What of a request stands in the prefix index.
+
+    ``digests``: of its leading full pages, each computed once in the request's life, because
+    tokens are only ever appended. ``nodes``: index entries of its leading pages while it holds
+    them. ``hit``: positions whose KV it found at its last admission.
+    """
+
+    __slots__ = ("digests", "hit", "nodes")
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        self.nodes: list[Node] = []
+        self.hit = 0
+
+
+class RequestState:
+    """A request's tokens, its place on the device, and what is in flight for it.
+
+    It holds its pages and slot while it runs; each row in flight and each transfer (``leases``)
+    holds them too. ``KVCache.settle`` gives them back when nothing does. It is also the policy's
+    :class:`~deepinfer.api.policy.View` of the request.
+    """
+
+    __slots__ = (
+        "ahead_hi",
+        "ahead_lo",
+        "chain",
+        "drafts",
+        "grammar",
+        "in_flight",
+        "leases",
+        "output",
+        "pages",
+        "prefill_to",
+        "prefilled",
+        "request",
+        "slot",
+        "status",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, output: OutputState) -> None:
+        self.request = request
+        self.output = output
+        self.tokens: list[int] = list(request.token_ids)
+        self.status = Status.WAITING
+        self.slot = -1
+        self.pages: list[int] = []
+        self.prefilled = 0
+        self.prefill_to = len(self.tokens)
+        self.in_flight: deque[Ahead] = deque()
+        self.ahead_lo = 0
+        self.ahead_hi = 0
+        self.leases = 0
+        self.grammar: Grammar | None = None
+        self.drafts: list[int] = []
+        self.chain = Chain()
+
+    @property
+    def lo(self) -> int:
+        """The text is at least this long on the device once what is in flight has run."""
+        return min(self.request.limit, len(self.tokens) + self.ahead_lo)
+
+    @property
+    def hi(self) -> int:
+        """The text is at most this long on the device once what is in flight has run."""
+        return min(self.request.limit, len(self.tokens) + self.ahead_hi)
+
+    def launch(self, ahead: Ahead) -> None:
+        """A row of this request enters a plan."""
+        self.in_flight.append(ahead)
+        self.ahead_lo += ahead.lo
+        self.ahead_hi += ahead.hi
+
+    def land(self) -> Ahead:
+        """Its oldest row has arrived."""
+        return self._forget(self.in_flight.popleft)
+
+    def recall(self) -> Ahead:
+        """Its newest row leaves a plan that was not sent."""
+        return self._forget(self.in_flight.pop)
+
+    def _forget(self, take: Callable[[], Ahead]) -> Ahead:
+        ahead = take()
+        self.ahead_lo -= ahead.lo
+        self.ahead_hi -= ahead.hi
+        return ahead
+
+    # The policy's view.
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def arrival(self) -> float:
+        return self.request.arrival
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - len(self.request.token_ids)
+
+    @property
+    def held_pages(self) -> int:
+        return len(self.pages)
+
+
+def check_request(request: Request, facts: ModelFacts) -> None:
+    """Refuse a request that can never run, naming the bound that it breaks."""
+    length, longest = len(request.token_ids), facts.max_model_len
+    if not length:
+        raise InvalidRequestError(f"Request {request.id}: the prompt is empty.", setting="prompt")
+    if request.limit > longest or length >= request.limit:
+        raise InvalidRequestError(
+            f"Request {request.id}: {length} prompt tokens and a limit of {request.limit} do not "
+            f"fit into max_model_len={longest}.",
+            setting="max_model_len",
+            next_step="The prompt must leave room for one token at least.",
+        )
+    low, high = min(request.token_ids), max(request.token_ids)
+    if low < 0 or high >= facts.vocab_size:
+        raise InvalidRequestError(
+            f"Request {request.id}: prompt id {low if low < 0 else high} is not in the vocabulary "
+            f"(0 … {facts.vocab_size - 1}).",
+            setting="prompt",
+        )
+    need = -(-request.limit // facts.page_size)
+    if need > facts.num_pages:
+        per_page = facts.page_size * facts.kv.bytes_per_token
+        raise KVCacheTooSmallError(
+            f"Request {request.id}: {request.limit} tokens need {need} pages of KV "
+            f"({need * per_page} bytes), and there are {facts.num_pages} "
+            f"({facts.num_pages * per_page} bytes).",
+            setting="kv_cache_memory",
+            next_step=f"Set kv_cache_memory to {need * per_page} or more, or lower max_tokens.",
+        )
