@@ -25,6 +25,7 @@ from deepinfer.api.hookspecs import PROJECT
 from deepinfer.api.specs import API_VERSION, Spec, usable
 
 CORE: Final = "deepinfer-core"
+CORE_VERSION: Final = __version__
 _GROUP: Final = re.compile(r"deepinfer\.v(\d+)")
 
 
@@ -82,7 +83,7 @@ def discover(disable: Iterable[str] = (), path: Sequence[str] | None = None) -> 
         name="core",
         value="deepinfer.builtin",
         distribution=CORE,
-        version=__version__,
+        version=CORE_VERSION,
         api=API_VERSION[0],
     )
     found = sorted(_read(path), key=lambda p: (p.api, p.name, p.distribution))
@@ -143,7 +144,7 @@ def installed_version(distribution: str, path: Sequence[str] | None = None) -> s
     import importlib_metadata
 
     if distribution == CORE:
-        return __version__
+        return CORE_VERSION
     where = {} if path is None else {"path": list(path)}
     for found in importlib_metadata.distributions(name=distribution, **where):
         return str(found.version)
@@ -252,8 +253,8 @@ def _unmet(requires: Sequence[str]) -> str:
             return f"its requirement {text!r} cannot be read"
         here = wanted.marker is None or wanted.marker.evaluate()
         mine = canonical(wanted.name) == CORE
-        if mine and here and not wanted.specifier.contains(__version__, prereleases=True):
-            return f"it requires {CORE} {wanted.specifier}; this is {__version__}"
+        if mine and here and not wanted.specifier.contains(CORE_VERSION, prereleases=True):
+            return f"it requires {CORE} {wanted.specifier}; this is {CORE_VERSION}"
     return ""
 
 

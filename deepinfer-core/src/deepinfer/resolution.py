@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepinfer import __version__
-from deepinfer.discovery import CORE, import_path, installed_version
+from deepinfer.discovery import CORE, CORE_VERSION, import_path, installed_version
 from deepinfer.errors import PluginError
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class Resolution:
     """
 
     chosen: tuple[Chosen, ...]
-    core: str = __version__
+    core: str = CORE_VERSION
 
     def all(self, kind: str) -> tuple[Chosen, ...]:
         """Every choice of a kind in the configured order; empty where none was asked for."""
