@@ -52,15 +52,22 @@ def _backends() -> list[Spec]:
 
 
 def _models() -> list[Spec]:
-    dense = "deepinfer.models.llama"
     return [
         ModelSpec(
             name="llama",
-            load=f"{dense}:LlamaAdapter",
+            load="deepinfer.models.llama:LlamaAdapter",
             architectures=("LlamaForCausalLM", "MistralForCausalLM"),
         ),
-        ModelSpec(name="qwen2", load=f"{dense}:Qwen2Adapter", architectures=("Qwen2ForCausalLM",)),
-        ModelSpec(name="qwen3", load=f"{dense}:Qwen3Adapter", architectures=("Qwen3ForCausalLM",)),
+        ModelSpec(
+            name="qwen2",
+            load="deepinfer.models.qwen2:Qwen2Adapter",
+            architectures=("Qwen2ForCausalLM",),
+        ),
+        ModelSpec(
+            name="qwen3",
+            load="deepinfer.models.qwen3:Qwen3Adapter",
+            architectures=("Qwen3ForCausalLM",),
+        ),
         ModelSpec(
             name="qwen3_moe",
             load="deepinfer.models.qwen3_moe:Qwen3MoeAdapter",

@@ -53,7 +53,9 @@ class WeightRule:
 
     ``sources`` are checkpoint names with the ``shapes`` they must have; several are joined along
     dimension 0 (``stack`` False: concatenated rows, as fused projections; True: a new leading
-    dimension, as experts). ``uses``: the ops that read it; its first name's ``prepare`` is called.
+    dimension, as experts); ``view``: the parameter's shape where it is not the joined one (fused
+    experts). ``uses``: the ops that read it; its first name's ``prepare`` is called. A bias, which
+    goes beside a weight, has none and stays a tensor.
     ``shard``: the dimension that tensor parallelism splits, or None. ``optional``: absent in
     some checkpoints (a bias); the parameter is then not loaded.
     """
@@ -63,6 +65,7 @@ class WeightRule:
     shapes: tuple[tuple[int, ...], ...]
     uses: tuple[str, ...]
     stack: bool = False
+    view: tuple[int, ...] | None = None
     shard: int | None = None
     optional: bool = False
 
@@ -74,14 +77,12 @@ class Model(Protocol):
         """Take one prepared parameter, by the name in its rule."""
         ...
 
-    def forward(
-        self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None
-    ) -> torch.Tensor:
-        """Hidden rows [T, H], before the final norm's head."""
+    def forward(self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None) -> torch.Tensor:
+        """Hidden rows [T, H] after the last layer, before the final norm."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden rows [m, H] to logits float32[m, V]."""
+        """Chosen hidden rows [m, H], through final norm and head, to logits float32[m, V]."""
         ...
 
 

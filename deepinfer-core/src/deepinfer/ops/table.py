@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from deepinfer.api.backend import Impl
+from deepinfer.api.backend import Impl, OpContext
 from deepinfer.errors import PluginError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -53,12 +53,15 @@ class OpSet:
     Args:
         overrides: what the backend provides.
         origin: the backend's name, shown for each override.
+        context: what the overrides were chosen for; None where nobody chose.
 
     Attributes:
         origin: op name → "reference" or the backend's name: who serves it.
     """
 
-    def __init__(self, overrides: Mapping[str, Impl], origin: str) -> None:
+    def __init__(
+        self, overrides: Mapping[str, Impl], origin: str, context: OpContext | None = None
+    ) -> None:
         specs = table()
         unknown = sorted(set(overrides) - set(specs))
         if unknown:
@@ -68,6 +71,7 @@ class OpSet:
                 setting="backend",
                 next_step=f"Known ops: {', '.join(sorted(specs))}.",
             )
+        self.context = context
         self.origin = {name: origin if name in overrides else "reference" for name in specs}
         self._prepare = {n: i.prepare for n, i in overrides.items() if i.prepare is not None}
         for name, spec in specs.items():
@@ -81,6 +85,9 @@ class OpSet:
         raise AttributeError(f"the op table has no op {name!r}")
 
     def prepare(self, weight: Any, uses: tuple[str, ...]) -> Any:
-        """A loaded weight into what the ops that read it take; the first use decides."""
-        prepare = self._prepare.get(uses[0])
+        """A loaded weight into what the ops that read it take; the first use decides.
+
+        Without uses (a bias, which goes beside a weight) it stays a tensor.
+        """
+        prepare = self._prepare.get(uses[0]) if uses else None
         return weight if prepare is None else prepare(weight, frozenset(uses))

@@ -1,1 +1,6 @@
-"""Groups of ranks."""
+"""Groups of ranks. This version knows groups of one."""
+
+from deepinfer.parallel.context import single
+from deepinfer.parallel.solo import SoloCommunicator
+
+__all__ = ["SoloCommunicator", "single"]

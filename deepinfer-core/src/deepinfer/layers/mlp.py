@@ -1,0 +1,24 @@
+"""The gated feed-forward block, gate and up fused."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deepinfer.api.parallel import ParallelContext
+from deepinfer.layers.basic import Linear
+from deepinfer.ops.table import OpSet
+
+
+class MLP:
+    """Rows [T, H] to rows [T, H], before the residual."""
+
+    def __init__(self, ops: OpSet, parallel: ParallelContext) -> None:
+        self.ops = ops
+        self.tp = parallel.tp
+        self.gate_up = Linear(ops)
+        self.down = Linear(ops)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.gate_up.bias is None and self.down.bias is None:
+            return self.tp.all_reduce(self.ops.gated_mlp(x, self.gate_up.weight, self.down.weight))
+        return self.tp.all_reduce(self.down(self.ops.silu_mul(self.gate_up(x))))

@@ -1,0 +1,185 @@
+"""Llama and Mistral: a decoder described once, in ops. Last stop of the reading tour.
+
+``LlamaAdapter`` tells core what it must know of the family: how to read config.json, how the KV
+cache is laid out, which checkpoint tensors become which parameters, and how to build the model.
+The Qwen families are this decoder with other switches, or with other feed-forward blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer.api.kv import KVGroup, KVSpec
+from deepinfer.api.model import DeviceBatch, KVPools, Taps, WeightRule
+from deepinfer.api.parallel import ParallelContext
+from deepinfer.layers import (
+    MLP,
+    Attention,
+    AttentionShape,
+    Linear,
+    RMSNorm,
+    RopeConfig,
+    assign,
+    rotary_table,
+)
+from deepinfer.models.fields import decoder_fields, optional, required, windows
+from deepinfer.models.rules import attention_rules, mlp_rules, outer_rules
+from deepinfer.ops.table import OpSet
+
+MLPFactory = Callable[["LlamaConfig", int, OpSet, ParallelContext], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and switches. ``windows``: each layer's sliding window. ``max_model_len``: positions
+    that the engine will use (``dataclasses.replace`` it before ``build``).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    max_position_embeddings: int
+    max_model_len: int
+    tied: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class DecoderLayer:
+    """Attention and a feed-forward block, each behind a norm.
+
+    The residual travels beside the rows, so that adding to it and the next norm are one op.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, index: int, mlp: Any, ops: OpSet, parallel: ParallelContext
+    ) -> None:
+        shape = AttentionShape(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            window=config.windows[index],
+            norm_eps=config.eps if config.qk_norm else None,
+        )
+        self.input_norm = RMSNorm(ops, config.eps)
+        self.attn = Attention(shape, ops, parallel)
+        self.post_norm = RMSNorm(ops, config.eps)
+        self.mlp = mlp
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: DeviceBatch,
+        kv: tuple[Tensor, Tensor],
+        cos_sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            x, residual = self.input_norm(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x = self.attn(x, batch, kv, cos_sin)
+        x, residual = self.post_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel:
+    """Embedding, layers, final norm, head."""
+
+    def __init__(
+        self, config: LlamaConfig, ops: OpSet, parallel: ParallelContext, mlp: MLPFactory
+    ) -> None:
+        device = None if ops.context is None else ops.context.device
+        self.ops = ops
+        self.embed = Linear(ops)
+        self.layers = [
+            DecoderLayer(config, index, mlp(config, index, ops, parallel), ops, parallel)
+            for index in range(config.layers)
+        ]
+        self.norm = RMSNorm(ops, config.eps)
+        self.head = self.embed if config.tied else Linear(ops)
+        self.cos_sin = rotary_table(config.rope, config.max_model_len, device)
+
+    def load(self, parameter: str, value: Any) -> None:
+        assign(self, parameter, value)
+
+    def forward(self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None) -> Tensor:
+        x, residual = self.ops.embedding(batch.ids, self.embed.weight), None
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, batch, kv.layer(index), self.cos_sin)
+            if taps is not None and index in taps.layers:
+                taps.put(index, x + residual)
+        return x + residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(hidden), torch.float32)
+
+
+def dense_mlp(config: LlamaConfig, index: int, ops: OpSet, parallel: ParallelContext) -> MLP:
+    """The feed-forward block of every layer here."""
+    return MLP(ops, parallel)
+
+
+class LlamaAdapter:
+    """``LlamaForCausalLM`` and ``MistralForCausalLM``."""
+
+    architectures: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM")
+    name = "llama"
+
+    def config(self, raw: Mapping[str, Any]) -> LlamaConfig:
+        bias = bool(optional(raw, "attention_bias", False))
+        return LlamaConfig(
+            **decoder_fields(raw),
+            windows=self.windows(raw),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=bool(optional(raw, "mlp_bias", False)),
+        )
+
+    def windows(self, raw: Mapping[str, Any]) -> tuple[int | None, ...]:
+        """Mistral's layers all slide, by 4096 where its config is silent; null means none do."""
+        mistral = raw.get("model_type") == "mistral"
+        window = raw.get("sliding_window", 4096) if mistral else None
+        return windows(raw, required(raw, "num_hidden_layers"), window)
+
+    def kv_spec(self, config: LlamaConfig, dtype_bytes: int) -> KVSpec:
+        """One group for each window; keys and values as they leave the rotation."""
+        row = 2 * config.kv_heads * config.head_dim * dtype_bytes
+        groups = []
+        for window in dict.fromkeys(config.windows):
+            layers = tuple(i for i, w in enumerate(config.windows) if w == window)
+            groups.append(
+                KVGroup(
+                    name="full" if window is None else f"window-{window}",
+                    kind="full" if window is None else "window",
+                    layers=layers,
+                    kv_heads=config.kv_heads,
+                    head_dim=config.head_dim,
+                    bytes_per_token=row * len(layers),
+                    window=window,
+                )
+            )
+        return KVSpec(tuple(groups), f"{self.name}-kv-{dtype_bytes}")
+
+    def build(self, config: LlamaConfig, ops: OpSet, parallel: ParallelContext) -> LlamaModel:
+        return LlamaModel(config, ops, parallel, dense_mlp)
+
+    def weights(self, config: LlamaConfig) -> Iterator[WeightRule]:
+        yield from outer_rules(config)
+        for index in range(config.layers):
+            yield from attention_rules(config, index)
+            yield from mlp_rules(config, index)

@@ -1,0 +1,197 @@
+"""Batch-invariant variants in plain torch: a row's bits depend on that row alone.
+
+What makes plain torch vary, measured on a CPU: a matrix product picks its kernel by the number of
+rows, and elementwise sigmoid, softplus and silu compute the last few elements of a block in scalar
+code that rounds differently. So here every product has one fixed shape (rows padded to 32, keys in
+tiles of 128 at absolute positions), every sum over a row is a fixed tree of additions, and the only
+functions are those that treat all elements alike (exp, log, log1p, tanh, square root, division).
+``tests/core/ops`` compares bits alone and in company, permuted, in chunks, on moved pages, and with
+1 and 2 threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.api.backend import Impl
+from deepinfer.api.ops import SAMPLING
+from deepinfer.ops.reference import moe
+from deepinfer.ops.reference.attention import AttentionPlan
+
+ROW_EXACT: Final = frozenset(
+    {"embedding", "rope", "plan_attention", "kv_write", "permute", "expand_rows", *SAMPLING}
+)
+"""References that keep rows apart as they are: copies, sorts, exact elementwise arithmetic."""
+
+ROWS: Final = 32
+QUERIES: Final = 16
+KEYS: Final = 128
+
+
+def invariant_ops() -> dict[str, Impl]:
+    """Overrides for every reference whose rows are not apart."""
+    ops = (linear, rms_norm, silu_mul, attention, route, grouped_linear)
+    return {fn.__name__: Impl(fn) for fn in ops}
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The reference's, in tiles of 32 rows."""
+    y = _tiled(x.float().flatten(0, -2), w.float())
+    if bias is not None:
+        y += bias.float()
+    return y.view(*x.shape[:-1], -1).to(out_dtype or x.dtype)
+
+
+def _tiled(x: Tensor, w: Tensor) -> Tensor:
+    """float32 x [T, K] · wᵀ; the last tile is padded with zero rows."""
+    padded = F.pad(x, (0, 0, 0, -len(x) % ROWS))
+    out = x.new_empty((len(padded), len(w)))
+    for begin in range(0, len(padded), ROWS):
+        torch.mm(padded[begin : begin + ROWS], w.T, out=out[begin : begin + ROWS])
+    return out[: len(x)]
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension by halving: the order depends on its width alone."""
+    while x.shape[-1] > 1:
+        pairs = x.shape[-1] // 2
+        low, high, odd = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), -1)
+        x = low + high if x.shape[-1] == 2 * pairs else torch.cat((low + high, odd), -1)
+    return x[..., 0]
+
+
+def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+    wide = x.float()
+    mean = row_sum(wide * wide) / x.shape[-1]
+    y = wide * (1 / torch.sqrt(mean + eps))[..., None]
+    return (y if w is None else y * w.float()).to(x.dtype)
+
+
+def silu_mul(x: Tensor, limit: float | None = None) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    weight = torch.exp(x - x.amax(-1, keepdim=True))
+    return weight / row_sum(weight)[..., None]
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _sqrtsoftplus(x: Tensor) -> Tensor:
+    return torch.sqrt(x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
+
+
+_SCORES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+    "sqrtsoftplus": _sqrtsoftplus,
+}
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, k: int, score: str, renorm: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return moe.select(_SCORES[score](logits), bias, k, renorm, scale)
+
+
+def grouped_linear(
+    x: Tensor, w: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The reference's, each expert in tiles of 32 rows."""
+    bounds = offsets.tolist()
+    y = x.new_zeros((len(x), w.shape[1]), dtype=out_dtype or x.dtype)
+    for expert, (begin, end) in enumerate(pairwise(bounds)):
+        if begin < end:
+            y[begin:end] = _tiled(x[begin:end].float(), w[expert].float()).to(y.dtype)
+    return y
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The reference's: 16 query rows against 128 keys at a time, an online softmax in key order.
+
+    A tile in which a row sees nothing changes none of its bits, so neither the rows that share its
+    tile nor keys after its own position show.
+    """
+    o = torch.zeros_like(q, dtype=torch.float32)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    singles = zip(plan.singles.tolist(), plan.single_rows.tolist(), strict=True)
+    alone = [(b, row, 1, int(plan.kv_lengths[b])) for b, row in singles]
+    for request, row, q_len, kv_len in [*alone, *plan.chunks]:
+        pages = plan.block_table[request, : -(-kv_len // plan.page_size)]
+        keys, values = _tiles(k_cache[pages], kv_len), _tiles(v_cache[pages], kv_len)
+        for begin in range(0, q_len, QUERIES):
+            rows = slice(row + begin, row + min(begin + QUERIES, q_len))
+            first = kv_len - q_len + begin
+            o[rows], lse[rows] = _attend(q[rows], keys, values, first, (scale, window, softcap))
+    if sink is not None:
+        o *= _sigmoid(lse - sink)[..., None]
+    return o.to(q.dtype), lse
+
+
+def _tiles(pages: Tensor, length: int) -> Tensor:
+    """Pages [n, page, HKV, D] to tiles float32[tiles, HKV, 128, D]; zeros from ``length`` on."""
+    rows = pages.flatten(0, 1)[:length].float()
+    return F.pad(rows, (0, 0, 0, 0, 0, -length % KEYS)).unflatten(0, (-1, KEYS)).transpose(1, 2)
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    how: tuple[float, int | None, float | None],
+) -> tuple[Tensor, Tensor]:
+    """Up to 16 query rows [r, HQ, D] at positions first, first + 1, …"""
+    scale, window, softcap = how
+    rows, heads, _ = q.shape
+    kv_heads = keys.shape[1]
+    grouped = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - rows)).unflatten(1, (kv_heads, -1))
+    grouped = grouped.transpose(0, 1).flatten(1, 2)  # [HKV, 16·G, D]
+    position = torch.arange(first, first + QUERIES).repeat_interleave(heads // kv_heads)[:, None]
+    top = grouped.new_full((*grouped.shape[:2], 1), -torch.inf)
+    total = torch.zeros_like(top)
+    acc = torch.zeros_like(grouped)
+    begin = 0 if window is None else max(first - window + 1, 0) // KEYS
+    for tile in range(begin, max(first + rows - 1, -1) // KEYS + 1):
+        key = torch.arange(tile * KEYS, (tile + 1) * KEYS)
+        visible = key <= position
+        if window is not None:
+            visible &= key > position - window
+        scores = torch.bmm(grouped, keys[tile].transpose(1, 2)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        best = torch.maximum(top, scores.amax(-1, keepdim=True))
+        base = torch.where(best == -torch.inf, 0.0, best)  # −inf − −inf is no number
+        weight, keep = torch.exp(scores - base), torch.exp(top - base)
+        total = total * keep + row_sum(weight)[..., None]
+        acc = acc * keep + torch.bmm(weight, values[tile])
+        top = best
+    empty = top == -torch.inf  # not "total == 0": NaN has to come through
+    o = torch.where(empty, 0.0, acc / total) + 0.0  # + 0.0 makes every zero positive
+    lse = torch.where(empty, -torch.inf, top + torch.log(total))
+    o = o.unflatten(1, (QUERIES, -1)).transpose(0, 1).flatten(1, 2)[:rows]
+    return o, lse.unflatten(1, (QUERIES, -1)).transpose(0, 1).reshape(QUERIES, heads)[:rows]

@@ -1,0 +1,67 @@
+"""int8 weights in plain torch: the native kernels' quantised values, dequantised at each use.
+
+Every 32 values along K share one scale, ``max |w| / 127`` rounded to fp16; a value is w / scale,
+rounded half to even, within ±127. Arithmetic is float32 on ``q · scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.api.backend import Impl
+from deepinfer.ops.reference import dense, moe
+
+GROUP = 32
+
+
+class Int8Weight:
+    """A weight [..., K] as int8 and one fp16 scale for each 32 values.
+
+    It answers ``float()`` and indexing as the tensor would, which is all that the readers ask of a
+    weight; so they take both.
+    """
+
+    def __init__(self, values: Tensor, scale: Tensor, columns: int, dtype: torch.dtype) -> None:
+        self.values = values  # int8[..., groups, 32]
+        self.scale = scale  # float16[..., groups]
+        self.shape = torch.Size((*scale.shape[:-1], columns))
+        self.dtype = dtype
+        self.nbytes = values.nbytes + scale.nbytes
+
+    @classmethod
+    def quantize(cls, weight: Tensor) -> Int8Weight:
+        """Padding of the last group counts as zeros."""
+        columns = weight.shape[-1]
+        groups = F.pad(weight.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+        scale = (groups.abs().amax(-1) / 127).clamp(max=65504).half()
+        step = scale.float()[..., None]
+        ratio = torch.where(step > 0, groups / step, 0.0).clamp(-127, 127)
+        return cls(ratio.round().to(torch.int8), scale, columns, weight.dtype)
+
+    def float(self) -> Tensor:
+        wide = self.values.float() * self.scale.float()[..., None]
+        return wide.flatten(-2)[..., : self.shape[-1]]
+
+    def __getitem__(self, index: int | Tensor) -> Any:
+        """One expert as a weight, or the rows of a table in the type that it had."""
+        part = Int8Weight(self.values[index], self.scale[index], self.shape[-1], self.dtype)
+        return part if isinstance(index, int) else part.float().to(self.dtype)
+
+
+def quantized_ops(base: Mapping[str, Impl]) -> dict[str, Impl]:
+    """``base`` with weights of projections prepared as int8.
+
+    A table that ``embedding`` alone reads stays as it is.
+    """
+    references = {"linear": dense.linear, "grouped_linear": moe.grouped_linear}
+    readers = {n: base[n].fn if n in base else fn for n, fn in references.items()}
+    return {**base, **{name: Impl(fn, _prepare) for name, fn in readers.items()}}
+
+
+def _prepare(weight: Tensor, uses: frozenset[str]) -> Int8Weight:
+    return Int8Weight.quantize(weight)
