@@ -23,6 +23,14 @@ def demo_gguf():
 
 
 @pytest.fixture(scope="session")
+def demo_tokenizer(demo_gguf):
+    from deepinfer.models.source import resolve
+    from deepinfer.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolve(str(demo_gguf)))
+
+
+@pytest.fixture(scope="session")
 def smollm2_golden():
     """Recorded prompts, ids, texts and log-probabilities of the demo model."""
     return json.loads((DATA / "smollm2.json").read_text())

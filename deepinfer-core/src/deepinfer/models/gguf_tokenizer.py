@@ -110,8 +110,15 @@ def from_gguf(path: Path, name: str) -> Tokenizer:
             next_step="Pass tokenizer= with the model's directory or hub id.",
         )
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
-    inner, bos_default = builders[kind](path, meta, tokens)
-    _add_tokens(inner, tokens, meta.get("tokenizer.ggml.token_type", ()))
+    try:
+        inner, bos_default = builders[kind](path, meta, tokens)
+        _add_tokens(inner, tokens, meta.get("tokenizer.ggml.token_type", ()))
+    except TokenizerError:
+        raise
+    except Exception as why:  # the library raises bare Exception
+        raise TokenizerError(
+            f"{path} holds a damaged vocabulary: {why}.", setting="tokenizer"
+        ) from why
     return Tokenizer(inner, _parts(file, name, bos_default))
 
 
