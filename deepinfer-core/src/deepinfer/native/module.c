@@ -1,0 +1,449 @@
+/* The extension module: argument marshalling, choice of instruction set, threads.
+ *
+ * Every function takes plain numbers (addresses, sizes, strides in elements); ops.py has checked
+ * them. The GIL is released while a kernel runs. Threads are those of the OpenMP runtime which
+ * torch has loaded: ops.py passes the address of its GOMP_parallel, so there is one pool, and
+ * neither a compiler flag nor a library to link. Without it everything runs on the caller.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+typedef union {
+    int64_t i;
+    double d;
+    void *p;
+} arg;
+
+#define MAX_ARGS 32
+
+/* Constant after start-up, but for tests that force a lower instruction set. */
+static const kernel_table *kernels = &deepinfer_base;
+static int best_isa, isa;
+static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+static void choose(int level) {
+    isa = level < best_isa ? level : best_isa;
+    kernels = &deepinfer_base;
+#if HAVE_X86
+    if (isa == 1) kernels = &deepinfer_avx2;
+    if (isa == 2) kernels = &deepinfer_avx512;
+#endif
+}
+
+static void detect(void) {
+    best_isa = 0;
+#if HAVE_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best_isa = 1;
+    if (best_isa && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        best_isa = 2;
+#endif
+    choose(best_isa);
+}
+
+/* ---- threads ---------------------------------------------------------------------------- */
+
+typedef struct {
+    void (*fn)(void *ctx, int64_t from, int64_t to);
+    void *ctx;
+    int64_t n, chunk, next;
+} job;
+
+static void job_run(void *data) {
+    job *j = data;
+    for (;;) {
+        int64_t from = __atomic_fetch_add(&j->next, j->chunk, __ATOMIC_RELAXED);
+        if (from >= j->n) return;
+        int64_t to = from + j->chunk < j->n ? from + j->chunk : j->n;
+        j->fn(j->ctx, from, to);
+    }
+}
+
+/* fn over [0, n) in pieces of `chunk`, taken in turn by at most `threads` threads. */
+static void parallel(int64_t threads, int64_t n, int64_t chunk,
+                     void (*fn)(void *, int64_t, int64_t), void *ctx) {
+    job j = {fn, ctx, n, chunk < 1 ? 1 : chunk, 0};
+    int64_t pieces = (n + j.chunk - 1) / j.chunk;
+    if (threads > pieces) threads = pieces;
+    if (n <= 0) return;
+    if (threads > 1 && gomp_parallel) gomp_parallel(job_run, &j, (unsigned)threads, 0);
+    else fn(ctx, 0, n);
+}
+
+/* Work below this many element visits is not worth waking a thread. */
+#define SMALL 16384
+static int64_t threads_for(int64_t threads, int64_t work) { return work < SMALL ? 1 : threads; }
+
+#define OVER(name, type, call)                                                                  \
+    static void name(void *ctx, int64_t from, int64_t to) {                                     \
+        const type *p = ctx;                                                                    \
+        for (int64_t i = from; i < to; i++) kernels->call;                                      \
+    }
+
+/* ---- linear ----------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *x;
+    float *to;
+    int64_t m, k, ld;
+    int dt, mr_max;
+} pack_x_args;
+
+/* Row tile t of x as fp32 [k][mr]. */
+static void pack_x(void *ctx, int64_t from, int64_t to) {
+    const pack_x_args *p = ctx;
+    const int64_t tiles = (p->m + p->mr_max - 1) / p->mr_max;
+    const size_t es = p->dt == DT_F32 ? 4 : 2;
+    for (int64_t t = from; t < to; t++) {
+        const int64_t a = t * p->m / tiles, mr = (t + 1) * p->m / tiles - a;
+        float *dst = p->to + a * p->k, line[512];
+        for (int64_t r = 0; r < mr; r++)
+            for (int64_t k0 = 0; k0 < p->k; k0 += 512) {
+                const int64_t n = p->k - k0 < 512 ? p->k - k0 : 512;
+                const char *src = p->x + (size_t)((a + r) * p->ld + k0) * es;
+                const float *row = (const float *)(const void *)src;
+                if (mr == 1) {
+                    kernels->to_f32(src, p->dt, dst + k0, n);
+                    continue;
+                }
+                if (p->dt != DT_F32) kernels->to_f32(src, p->dt, line, n), row = line;
+                for (int64_t j = 0; j < n; j++) dst[(k0 + j) * mr + r] = row[j];
+            }
+    }
+}
+
+OVER(linear_range, linear_args, linear(p, i))
+
+/* x, x_dt, ldx, m, n, k, w, w_dt, scales, bias, bias_dt, out, out_dt, threads */
+static const char *op_linear(const arg *a) {
+    const int64_t m = a[3].i, k = a[5].i, threads = a[13].i, tiles = kernels->mr_max;
+    linear_args p = {.x = a[0].p, .w = a[6].p, .scales = a[8].p, .bias = a[9].p, .out = a[11].p,
+                     .m = m, .n = a[4].i, .k = k, .ldx = a[2].i,
+                     .panels = (a[4].i + NR - 1) / NR, .wt = (int)a[7].i,
+                     .bias_dt = (int)a[10].i, .out_dt = (int)a[12].i};
+    if (m == 0 || p.n == 0) return NULL;
+    const int64_t tiles_m = (m + tiles - 1) / tiles;
+    float small[4096], *packed = NULL;
+    if (m > 1 || a[1].i != DT_F32) {
+        packed = m * k <= 4096 ? small : malloc((size_t)(m * k) * sizeof(float));
+        if (!packed) return "out of memory";
+        pack_x_args x = {a[0].p, packed, m, k, a[2].i, (int)a[1].i, (int)tiles};
+        parallel(threads_for(threads, m * k / 4), tiles_m, 1, pack_x, &x);
+        p.x = packed;
+    }
+    p.row_block = MB / tiles;
+    p.group = m <= tiles ? 2 : PG;
+    if (m <= tiles && p.panels >= 16 * threads * PG) p.group = PG;
+    const int64_t blocks = (tiles_m + p.row_block - 1) / p.row_block;
+    const int64_t items = (p.panels + p.group - 1) / p.group * blocks;
+    parallel(threads_for(threads, m * k * p.n / 4), items, 1, linear_range, &p);
+    if (packed != small) free(packed);
+    return NULL;
+}
+
+OVER(pack_range, pack_args, pack(p, i))
+
+/* src, src_dt, ld, rows, k, first row, dst, w_dt, scales, threads */
+static const char *op_pack(const arg *a) {
+    pack_args p = {.src = a[0].p, .dst = a[6].p, .scales = a[8].p, .n = a[3].i, .k = a[4].i,
+                   .ld = a[2].i, .row0 = a[5].i, .panels = (a[3].i + NR - 1) / NR,
+                   .src_dt = (int)a[1].i, .wt = (int)a[7].i};
+    parallel(a[9].i, p.panels, 8, pack_range, &p);
+    return NULL;
+}
+
+OVER(embed_range, embed_args, embed(p, i))
+
+/* ids, t, w, w_dt, scales, n, k, out, out_dt, threads */
+static const char *op_embedding(const arg *a) {
+    embed_args p = {.ids = a[0].p, .w = a[2].p, .scales = a[4].p, .out = a[7].p, .t = a[1].i,
+                    .n = a[5].i, .k = a[6].i, .wt = (int)a[3].i, .out_dt = (int)a[8].i};
+    for (int64_t i = 0; i < p.t; i++)
+        if (p.ids[i] < 0 || p.ids[i] >= p.n) return "an id is outside the table";
+    parallel(threads_for(a[9].i, p.t * p.k * 4), p.t, 4, embed_range, &p);
+    return NULL;
+}
+
+/* ---- rows ------------------------------------------------------------------------------- */
+
+OVER(norm_range, norm_args, norm(p, i))
+
+/* x, res, w, w_dt, out, new_res, dt, rows, inner, h, stride_outer, stride_res, eps, threads */
+static const char *op_norm(const arg *a) {
+    norm_args p = {.x = a[0].p, .res = a[1].p, .w = a[2].p, .out = a[4].p, .new_res = a[5].p,
+                   .rows = a[7].i, .inner = a[8].i, .h = a[9].i, .stride_outer = a[10].i,
+                   .stride_res = a[11].i, .eps = a[12].d, .dt = (int)a[6].i,
+                   .w_dt = (int)a[3].i};
+    parallel(threads_for(a[13].i, p.rows * p.h), p.rows, 1 + 4096 / (p.h + 1), norm_range, &p);
+    return NULL;
+}
+
+OVER(rope_range, rope_args, rope(p, i))
+
+/* x, positions, cos_sin, out, dt, t, heads, d, r, stride_t, table_rows, interleaved, threads */
+static const char *op_rope(const arg *a) {
+    rope_args p = {.x = a[0].p, .positions = a[1].p, .cos_sin = a[2].p, .out = a[3].p,
+                   .dt = (int)a[4].i, .t = a[5].i, .heads = a[6].i, .d = a[7].i, .r = a[8].i,
+                   .stride_t = a[9].i, .table_rows = a[10].i, .interleaved = (int)a[11].i};
+    for (int64_t i = 0; i < p.t; i++)
+        if (p.positions[i] < 0 || p.positions[i] >= p.table_rows)
+            return "a position is outside cos_sin";
+    const int64_t row = p.heads * p.d;
+    parallel(threads_for(a[12].i, p.t * row), p.t, 1 + 4096 / (row + 1), rope_range, &p);
+    return NULL;
+}
+
+#define SILU_PART 1024
+
+static void silu_range(void *ctx, int64_t from, int64_t to) {
+    const silu_args *p = ctx;
+    const int64_t parts = (p->i + SILU_PART - 1) / SILU_PART;
+    for (int64_t i = from; i < to; i++) {
+        const int64_t c = i % parts * SILU_PART, e = c + SILU_PART;
+        kernels->silu(p, i / parts, c, e < p->i ? e : p->i);
+    }
+}
+
+/* x, out, dt, t, i, stride_t, has_limit, limit, threads */
+static const char *op_silu(const arg *a) {
+    silu_args p = {.x = a[0].p, .out = a[1].p, .dt = (int)a[2].i, .t = a[3].i, .i = a[4].i,
+                   .stride_t = a[5].i, .has_limit = (int)a[6].i, .limit = a[7].d};
+    const int64_t parts = (p.i + SILU_PART - 1) / SILU_PART;
+    parallel(threads_for(a[8].i, 2 * p.t * p.i), p.t * parts, 2, silu_range, &p);
+    return NULL;
+}
+
+static void kv_range(void *ctx, int64_t from, int64_t to) {
+    const kvw_args *p = ctx;
+    for (int64_t i = from; i < to; i++)
+        if (p->slots[i] >= 0) kernels->kv_write(p, i);
+}
+
+/* k, v, dt, k_cache, v_cache, cache_dt, slots, t, width, stride_k, stride_v, capacity, threads */
+static const char *op_kv_write(const arg *a) {
+    kvw_args p = {.k = a[0].p, .v = a[1].p, .dt = (int)a[2].i, .k_cache = a[3].p,
+                  .v_cache = a[4].p, .cache_dt = (int)a[5].i, .slots = a[6].p, .t = a[7].i,
+                  .width = a[8].i, .stride_k = a[9].i, .stride_v = a[10].i, .capacity = a[11].i};
+    for (int64_t i = 0; i < p.t; i++)
+        if (p.slots[i] >= p.capacity) return "a slot is outside the cache";
+    parallel(threads_for(a[12].i, p.t * p.width), p.t, 16, kv_range, &p);
+    return NULL;
+}
+
+/* ---- attention -------------------------------------------------------------------------- */
+
+OVER(attention_range, attn_args, attention(p, i))
+OVER(merge_range, attn_args, attention_merge(p, i))
+
+static void part_range(void *ctx, int64_t from, int64_t to) {
+    const attn_args *p = ctx;
+    for (int64_t i = from; i < to; i++) kernels->attention_part(p, i / p->spans, i % p->spans);
+}
+
+static int64_t attn_plan(attn_args *p, int64_t row_limit, attn_item *out) {
+    const int64_t group = p->hq / p->hkv, heads = group < ROWS ? group : ROWS;
+    int64_t n = 0, rows = row_limit / heads;
+    if (rows < 1) rows = 1;
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t r = p->cu_q[b]; r < p->cu_q[b + 1]; r += rows)
+            for (int64_t h = 0; h < p->hkv; h++)
+                for (int64_t g = 0; g < group; g += heads) {
+                    if (out)
+                        out[n] = (attn_item){
+                            b, h, r, p->cu_q[b + 1] - r < rows ? p->cu_q[b + 1] - r : rows, g,
+                            group - g < heads ? group - g : heads};
+                    n++;
+                }
+    return n;
+}
+
+/* q, k_cache, v_cache, table, kv_len, len64, cu_q, sink, out, lse, dt, cache_dt, tokens, batch,
+ * hq, hkv, d, page, max_pages, stride_q, window, pages, scale, softcap, threads */
+static const char *op_attention(const arg *a) {
+    attn_args p = {.q = a[0].p, .k_cache = a[1].p, .v_cache = a[2].p, .table = a[3].p,
+                   .kv_len = a[4].p, .len64 = (int)a[5].i, .cu_q = a[6].p, .sink = a[7].p,
+                   .out = a[8].p, .lse = a[9].p, .dt = (int)a[10].i, .cache_dt = (int)a[11].i,
+                   .batch = a[13].i, .hq = a[14].i, .hkv = a[15].i, .d = a[16].i,
+                   .page = a[17].i, .max_pages = a[18].i, .stride_q = a[19].i,
+                   .window = a[20].i, .pages = a[21].i, .scale = a[22].d, .softcap = a[23].d};
+    const int64_t threads = a[24].i;
+    int64_t last = 0, longest = 0;
+    for (int64_t b = 0; b < p.batch; b++) {
+        const int64_t len = p.len64 ? ((const int64_t *)p.kv_len)[b] : ((const int32_t *)p.kv_len)[b];
+        if (p.cu_q[b] != last || p.cu_q[b + 1] < last || p.cu_q[b + 1] > a[12].i)
+            return "cu_q must start at 0, not decrease and stay within q";
+        last = p.cu_q[b + 1];
+        if (len > p.max_pages * p.page) return "kv_lengths exceed the block table";
+        if (len > longest) longest = len;
+    }
+    const size_t es = p.dt == DT_F32 ? 4 : 2;
+    memset((char *)p.out + (size_t)(last * p.hq * p.d) * es, 0,
+           (size_t)((a[12].i - last) * p.hq * p.d) * es);
+    for (int64_t i = last * p.hq; i < a[12].i * p.hq; i++) p.lse[i] = -(float)INFINITY;
+    p.n_items = attn_plan(&p, ROWS, NULL);
+    if (!p.n_items) return NULL;
+    attn_item *items = malloc((size_t)p.n_items * sizeof *items);
+    if (!items) return "out of memory";
+    attn_plan(&p, ROWS, items);
+    p.items = items;
+    p.spans = (longest + SPAN - 1) / SPAN;
+    p.part = 2 * ROWS + (items[0].rows * items[0].heads) * ((p.d + NR - 1) / NR * NR);
+    for (int64_t i = 0; i < p.n_items; i++) {
+        int64_t need = 2 * ROWS + items[i].rows * items[i].heads * ((p.d + NR - 1) / NR * NR);
+        if (need > p.part) p.part = need;
+    }
+    const int64_t work = last * p.hq * longest * p.d;
+    if (threads > 1 && p.n_items < 4 * threads && p.spans > 1)
+        p.parts = malloc((size_t)(p.n_items * p.spans * p.part) * sizeof(float));
+    if (p.parts) {
+        parallel(threads, p.n_items * p.spans, 1, part_range, &p);
+        parallel(1, p.n_items, 1, merge_range, &p);
+    } else {
+        parallel(threads_for(threads, work), p.n_items, 1, attention_range, &p);
+    }
+    free(p.parts);
+    free(items);
+    return NULL;
+}
+
+/* ---- sampling --------------------------------------------------------------------------- */
+
+static void gumbel_range(void *ctx, int64_t from, int64_t to) {
+    const gumbel_args *p = ctx;
+    for (int64_t i = from; i < to; i++) kernels->gumbel(p, i / p->chunks, i % p->chunks);
+}
+
+/* logits, stride, m, v, temperature, seed, position, allowed, stride_allowed, out, threads */
+static const char *op_gumbel(const arg *a) {
+    gumbel_args p = {.logits = a[0].p, .stride = a[1].i, .m = a[2].i, .v = a[3].i,
+                     .temp = a[4].p, .seed = a[5].p, .pos = a[6].p, .allowed = a[7].p,
+                     .stride_allowed = a[8].i, .out = a[9].p};
+    const int64_t threads = threads_for(a[10].i, p.m * p.v);
+    p.chunk = p.m >= 2 * threads ? (p.v + 63) / 64 * 64 : 8192;
+    p.chunks = (p.v + p.chunk - 1) / p.chunk;
+    p.part_val = malloc((size_t)(p.m * p.chunks) * sizeof(float));
+    p.part_id = malloc((size_t)(p.m * p.chunks) * sizeof(int64_t));
+    if (p.part_val && p.part_id) {
+        parallel(threads, p.m * p.chunks, 1, gumbel_range, &p);
+        for (int64_t r = 0; r < p.m; r++) {
+            float best = -(float)INFINITY;
+            int64_t id = -1;
+            for (int64_t c = 0; c < p.chunks; c++)
+                if (p.part_val[r * p.chunks + c] > best) {
+                    best = p.part_val[r * p.chunks + c];
+                    id = p.part_id[r * p.chunks + c];
+                }
+            const int32_t *mask = p.allowed ? p.allowed + r * p.stride_allowed : NULL;
+            for (int64_t v = 0; id < 0 && mask && v < p.v; v++)
+                if (mask[v >> 5] >> (v & 31) & 1) id = v;
+            p.out[r] = id < 0 ? 0 : id;
+        }
+    }
+    const char *error = p.part_val && p.part_id ? NULL : "out of memory";
+    free(p.part_val);
+    free(p.part_id);
+    return error;
+}
+
+OVER(logprobs_range, logprob_args, logprobs(p, i))
+
+/* logits, stride, m, v, k, chosen, ids, values, chosen_value, rank, threads */
+static const char *op_logprobs(const arg *a) {
+    logprob_args p = {.logits = a[0].p, .stride = a[1].i, .m = a[2].i, .v = a[3].i, .k = a[4].i,
+                      .chosen = a[5].p, .ids = a[6].p, .values = a[7].p,
+                      .chosen_value = a[8].p, .rank = a[9].p};
+    for (int64_t i = 0; i < p.m; i++)
+        if (p.chosen[i] < 0 || p.chosen[i] >= p.v) return "a chosen id is outside the vocabulary";
+    parallel(threads_for(a[10].i, p.m * p.v), p.m, 1, logprobs_range, &p);
+    return NULL;
+}
+
+/* x, y, n */
+static const char *op_exp(const arg *a) {
+    kernels->exp(a[0].p, a[1].p, a[2].i);
+    return NULL;
+}
+
+/* address of GOMP_parallel */
+static const char *op_set_threads(const arg *a) {
+    memcpy(&gomp_parallel, &a[0].p, sizeof gomp_parallel);
+    return NULL;
+}
+
+/* ---- Python ----------------------------------------------------------------------------- */
+
+static PyObject *call(const char *(*op)(const arg *), Py_ssize_t want, PyObject *const *args,
+                      Py_ssize_t n) {
+    arg a[MAX_ARGS];
+    if (n != want) return PyErr_Format(PyExc_TypeError, "%zd arguments, not %zd", want, n);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (PyFloat_Check(args[i])) a[i].d = PyFloat_AsDouble(args[i]);
+        else if (args[i] == Py_None) a[i].i = 0;
+        else a[i].i = PyLong_AsLongLong(args[i]);
+        if (a[i].i == -1 && PyErr_Occurred()) return NULL;
+    }
+    const char *error;
+    Py_BEGIN_ALLOW_THREADS
+    error = op(a);
+    Py_END_ALLOW_THREADS
+    if (error) {
+        PyErr_SetString(PyExc_ValueError, error);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+#define METHOD(name, count)                                                                     \
+    static PyObject *py_##name(PyObject *self, PyObject *const *args, Py_ssize_t n) {           \
+        (void)self;                                                                             \
+        return call(op_##name, count, args, n);                                                 \
+    }
+METHOD(linear, 14)
+METHOD(pack, 10)
+METHOD(embedding, 10)
+METHOD(norm, 14)
+METHOD(rope, 13)
+METHOD(silu, 9)
+METHOD(kv_write, 13)
+METHOD(attention, 25)
+METHOD(gumbel, 11)
+METHOD(logprobs, 11)
+METHOD(exp, 3)
+METHOD(set_threads, 1)
+
+/* set_isa(level): at most this level (0 baseline, 1 AVX2, 2 AVX-512) from now on; for tests. */
+static PyObject *py_set_isa(PyObject *self, PyObject *level) {
+    (void)self;
+    long want = PyLong_AsLong(level);
+    if (want == -1 && PyErr_Occurred()) return NULL;
+    choose((int)want);
+    return PyLong_FromLong(isa);
+}
+
+#define ENTRY(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+static PyMethodDef methods[] = {
+    ENTRY(linear),   ENTRY(pack),      ENTRY(embedding), ENTRY(norm),     ENTRY(rope),
+    ENTRY(silu),     ENTRY(kv_write),  ENTRY(attention), ENTRY(gumbel),   ENTRY(logprobs),
+    ENTRY(exp),      ENTRY(set_threads),
+    {"set_isa", py_set_isa, METH_O, NULL},
+    {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kernels(void) {
+    detect();
+    PyObject *m = PyModule_Create(&module);
+    if (m && (PyModule_AddIntConstant(m, "best_isa", best_isa) ||
+              PyModule_AddIntConstant(m, "is_x86", HAVE_X86))) {
+        Py_DECREF(m);
+        return NULL;
+    }
+    return m;
+}
