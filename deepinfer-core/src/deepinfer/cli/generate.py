@@ -107,7 +107,7 @@ def _prompt(llm: Any, asked: Any, chat: bool, system: str | None) -> Any:
             messages.insert(0, {"role": "system", "content": system})
     else:
         return asked
-    return {"prompt_token_ids": llm.assembly.render_chat(messages)}
+    return llm.assembly.render_chat(messages)
 
 
 def _run(llm: Any, prompts: list[Any], params: Any, show: bool) -> list[Any]:

@@ -99,19 +99,17 @@ def _job(llm: Any, line: str, number: int) -> _Job:
         job.prompt = _prompt(llm, body) if job.chat else body.get("prompt")
         if job.prompt is None:
             raise InvalidRequestError("The body has no prompt.", setting="prompt")
-    except ValueError as why:
-        known = isinstance(why, DeepInferError)
-        job.error = why if known else InvalidRequestError(f"line {number} is no JSON: {why}.")
     except DeepInferError as why:
         job.error = why
+    except ValueError as why:
+        job.error = InvalidRequestError(f"line {number} is no JSON: {why}.")
     return job
 
 
-def _prompt(llm: Any, body: Mapping[str, Any]) -> dict[str, Any]:
-    ids = llm.assembly.render_chat(
+def _prompt(llm: Any, body: Mapping[str, Any]) -> Any:
+    return llm.assembly.render_chat(
         body.get("messages"), True, body.get("chat_template"), body.get("tools")
     )
-    return {"prompt_token_ids": ids}
 
 
 def body_params(body: Mapping[str, Any], base: Any, chat: bool) -> Any:

@@ -12,17 +12,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from deepinfer import settings
 from deepinfer.config import EngineConfig
-from deepinfer.entrypoints.inputs import Message, Preparer
+from deepinfer.entrypoints.inputs import Message, Preparer, TextPrompt
 from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.plugins import PluginManager, Resolution, Wanted
 from deepinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import Executor, ModelFacts
+    from deepinfer.api.observer import Observer
     from deepinfer.chat import ChatFormat
     from deepinfer.engine.engine import Engine
     from deepinfer.models.source import ModelSource
@@ -47,11 +48,17 @@ class StartupTimes:
         finally:
             self.stages[name] = time.perf_counter() - began
 
+    def inside(self, name: str, parts: Mapping[str, float]) -> None:
+        """What a stage measured of itself, kept as ``name / part``."""
+        self.stages.update((f"{name} / {part}", s) for part, s in parts.items() if part != "total")
+
     def tree(self) -> str:
         """For a terminal."""
-        total = sum(self.stages.values())
-        lines = [f"start-up {total:8.2f} s"]
-        lines += [f"  {name:<24} {seconds:8.3f} s" for name, seconds in self.stages.items()]
+        total = sum(seconds for name, seconds in self.stages.items() if " / " not in name)
+        lines = [f"{'start-up':<28} {total:8.3f} s"]
+        for name, seconds in self.stages.items():
+            outer, _, part = name.rpartition(" / ")
+            lines.append(f"{'    ' + part if outer else '  ' + name:<28} {seconds:8.3f} s")
         return "\n".join(lines)
 
 
@@ -82,8 +89,8 @@ class Assembly:
         template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """A conversation as token ids."""
+    ) -> TextPrompt:
+        """A conversation as a prompt: its text and its ids."""
         if self.tokenizer is None:
             raise TokenizerError("This engine has no tokenizer, so it cannot chat.")
         chat = self._chat_formats.get(template)
@@ -92,8 +99,8 @@ class Assembly:
 
             chat = self._chat_formats[template] = chat_format(self.tokenizer, template)
         text = chat.render(messages, tools, add_generation_prompt, template_kwargs)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
 
 
 def assemble(config: EngineConfig) -> Assembly:
@@ -110,11 +117,15 @@ def assemble(config: EngineConfig) -> Assembly:
             from deepinfer.models.source import resolve
 
             source = resolve(config.model, revision=config.revision, tokenizer=config.tokenizer)
+        with times.stage("import torch"):
+            import torch  # noqa: F401  (most of a start; timed where it can be seen)
         with times.stage("read its header"):
             raw, generation = _headers(source)
         with times.stage("choose plugins"):
+            from deepinfer.models.registry import architectures_of
+
             manager = PluginManager(disable=config.disable_plugins)
-            wanted = Wanted.by(config, raw.get("architectures") or ())
+            wanted = Wanted.by(config, architectures_of(raw))
             resolution = manager.resolve(wanted, config)
         with times.stage("tokenizer"):
             from deepinfer.tokenizer import load_tokenizer
@@ -124,6 +135,7 @@ def assemble(config: EngineConfig) -> Assembly:
             executor: Executor = resolution.load("executor")()
             opened.callback(executor.close)
             facts = executor.start(config, resolution)
+        times.inside("weights and KV", getattr(executor, "startup", {}))
         with times.stage("engine"):
             from deepinfer.engine.engine import Engine
 
@@ -133,7 +145,7 @@ def assemble(config: EngineConfig) -> Assembly:
                 facts,
                 tokenizer=tokenizer,
                 policy=resolution.load("policy")(),
-                observers=manager.observers(config),
+                observers=cast("list[Observer]", manager.observers(config)),
             )
             opened.callback(engine.close)
         ends = _end_ids(tokenizer, raw, generation, facts.vocab_size)

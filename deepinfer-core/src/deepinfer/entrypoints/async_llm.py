@@ -115,8 +115,8 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation, through the model's chat template."""
-        ids = self.assembly.render_chat(messages, add_generation_prompt, chat_template, tools)
-        inner = self.generate(ids, sampling_params, request_id, priority=priority)
+        prompt = self.assembly.render_chat(messages, add_generation_prompt, chat_template, tools)
+        inner = self.generate(prompt, sampling_params, request_id, priority=priority)
         try:
             async for output in inner:
                 yield output
@@ -134,7 +134,8 @@ class AsyncLLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.assembly.tokenizer
+        tokenizer: Tokenizer = self.assembly.tokenizer
+        return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What calls without parameters use."""

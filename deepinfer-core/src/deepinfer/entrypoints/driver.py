@@ -142,7 +142,7 @@ class Driver:
             while self._wait():
                 self._obey()
                 if self._engine.has_work():
-                    self._deliver(self._engine.step())
+                    self._deliver(_alive(self._engine.step()))
         except BaseException as why:
             self._die(why)
         self._shut()
@@ -193,12 +193,8 @@ class Driver:
                 self._drop([d.request_id for d in part])
 
     def _die(self, why: BaseException) -> None:
-        logger.error("The engine stopped after an error of its own: %r", why, exc_info=why)
-        death = EngineDeadError(
-            f"The engine stopped after an error of its own: {type(why).__name__}: {why}",
-            next_step="Close this engine and make another; the cause is in the traceback.",
-        )
-        death.__cause__ = why
+        logger.error("The engine has stopped: %r", why, exc_info=why)
+        death = why if isinstance(why, EngineDeadError) else _death_of(why)
         with self._wake:
             self._death = death
             self._closing = True
@@ -214,3 +210,19 @@ class Driver:
         except Exception:
             logger.exception("Closing the engine failed.")
         self._inbox.clear()  # who waits for an answer looks every second whether all is closed
+
+
+def _alive(deltas: list[Delta]) -> list[Delta]:
+    """The same deltas; raises if the engine says in them that it has died."""
+    for delta in deltas:
+        if isinstance(delta.error, EngineDeadError):
+            raise delta.error
+    return deltas
+
+
+def _death_of(why: BaseException) -> EngineDeadError:
+    death = EngineDeadError(
+        f"The engine has stopped: {type(why).__name__}: {why}", next_step="Create a new engine."
+    )
+    death.__cause__ = why
+    return death

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from deepinfer.api.plan import Request
 from deepinfer.engine.logits import to_row_params
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """``{"prompt": "…"}``."""
+    """``{"prompt": "…"}``, with its ids beside it if they are known already."""
 
     prompt: str
+    prompt_token_ids: NotRequired[Sequence[int]]
 
 
 class TokensPrompt(TypedDict):
@@ -58,7 +59,7 @@ class Prepared:
 def as_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """All prompts, and whether the caller gave just one. A flat list of ids is one prompt."""
     if isinstance(prompts, str | Mapping):
-        return [prompts], True  # type: ignore[list-item]
+        return [prompts], True
     if not isinstance(prompts, Iterable):
         raise _no_prompt(prompts)
     items = list(prompts)
@@ -71,14 +72,14 @@ def one_each(name: str, values: Any, single: type | tuple[type, ...], count: int
     """One value for all prompts or a value for each; a wrong number is refused."""
     if values is None or isinstance(values, single):
         return [values] * count
-    values = list(values)
-    if len(values) != count:
+    each = list(values)
+    if len(each) != count:
         raise InvalidRequestError(
-            f"{name} has {len(values)} entries for {count} prompts.",
+            f"{name} has {len(each)} entries for {count} prompts.",
             setting=name,
             next_step="Give one for all, or one per prompt.",
         )
-    return values
+    return each
 
 
 def _is_id(item: Any) -> bool:
@@ -157,20 +158,21 @@ class Preparer:
         return Prepared(request_id, text, ids, params, requests)
 
     def _ids(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+        text = shown(prompt)
         if isinstance(prompt, Mapping):
             prompt = _of_mapping(prompt)
         if isinstance(prompt, str):
             return prompt, tuple(self._encode_prompt(prompt))
         if not isinstance(prompt, Iterable):
             raise _no_prompt(prompt)
-        ids = list(prompt)
+        ids: list[Any] = list(prompt)
         for item in ids:
             if not _is_id(item):
                 raise InvalidRequestError(
                     f"prompt_token_ids holds {item!r}, which is no token id.",
                     setting="prompt_token_ids",
                 )
-        return None, tuple(map(operator.index, ids))
+        return text, tuple(map(operator.index, ids))
 
     def _encode_prompt(self, text: str) -> Sequence[int]:
         if not text:
@@ -191,7 +193,8 @@ class Preparer:
             raise InvalidRequestError(
                 "This engine has no tokenizer, so bad_words cannot be used.", setting="bad_words"
             )
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def _check_length(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -231,15 +234,23 @@ class Preparer:
         return mix(self._seed ^ _DRAWN, next(self._drawn))
 
 
+def shown(prompt: Any) -> str | None:
+    """The text of a prompt that has one."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
 def _of_mapping(prompt: Mapping[str, Any]) -> Prompt:
-    known = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-    if len(known) != 1 or set(prompt) - {"prompt", "prompt_token_ids"}:
-        raise InvalidRequestError(
-            "A prompt's dictionary has either 'prompt' or 'prompt_token_ids', "
-            f"not {', '.join(map(repr, prompt)) or 'nothing'}.",
-            setting="prompts",
-        )
-    return prompt[known[0]]
+    """Its ids if it has them, else its text."""
+    for key in ("prompt_token_ids", "prompt"):
+        if prompt.get(key) is not None:
+            value: Prompt = prompt[key]
+            return value
+    raise InvalidRequestError(
+        "A prompt's dictionary has 'prompt' or 'prompt_token_ids', "
+        f"not {', '.join(map(repr, prompt)) or 'nothing'}.",
+        setting="prompts",
+    )
 
 
 def _empty() -> InvalidRequestError:

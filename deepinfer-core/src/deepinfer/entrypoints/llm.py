@@ -17,7 +17,7 @@ from deepinfer.api.plan import Delta
 from deepinfer.config import EngineConfig
 from deepinfer.entrypoints.assemble import Assembly, assemble
 from deepinfer.entrypoints.driver import Driver
-from deepinfer.entrypoints.inputs import Message, Prepared, Prompt, as_list, one_each
+from deepinfer.entrypoints.inputs import Message, Prepared, Prompt, as_list, one_each, shown
 from deepinfer.entrypoints.outputs import Gathering, RequestOutput, failed_output
 from deepinfer.errors import InvalidRequestError
 from deepinfer.sampling_params import SamplingParams
@@ -190,18 +190,15 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         talks: Any = messages if several else [messages]
         prompts = [
-            {
-                "prompt_token_ids": self.assembly.render_chat(
-                    talk, add_generation_prompt, chat_template, tools
-                )
-            }
+            self.assembly.render_chat(talk, add_generation_prompt, chat_template, tools)
             for talk in talks
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: ``encode`` and ``decode``."""
-        return self.assembly.tokenizer
+        tokenizer: Tokenizer = self.assembly.tokenizer
+        return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What calls without parameters use: the checkpoint's ``generation_config.json``.
@@ -212,7 +209,8 @@ class LLM:
 
     def get_metrics(self) -> dict[str, Any]:
         """The engine's counters and the last step's statistics."""
-        return self._driver.ask(_metrics)
+        metrics: dict[str, Any] = self._driver.ask(_metrics)
+        return metrics
 
     def reset_prefix_cache(self) -> None:
         """Forget all reusable prefixes."""
@@ -273,8 +271,7 @@ class _Call:
 
     def refuse(self, place: int, name: str, prompt: Any, why: Exception) -> None:
         """A prompt that cannot run."""
-        text = prompt if isinstance(prompt, str) else None
-        self._slots[place] = failed_output(name, text, (), why)
+        self._slots[place] = failed_output(name, shown(prompt), (), why)
 
     def put(self, deltas: list[Delta]) -> None:
         for delta in deltas:

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import Any
 
 
 class Bar:
     """``with Bar(total, "generating", "seq") as bar: bar.show(done)``."""
 
     def __init__(self, total: int | None, label: str, unit: str, disable: bool = False) -> None:
-        from tqdm import tqdm
+        import tqdm
 
-        class Quiet(tqdm):  # type: ignore[type-arg]
-            monitor_interval = 0
-            _lock = threading.RLock()
-
-        self._bar = Quiet(total=total, desc=label, unit=unit, disable=disable, leave=False)
+        parts = {"monitor_interval": 0, "_lock": threading.RLock()}
+        quiet: Any = type("QuietBar", (tqdm.tqdm,), parts)
+        self._bar = quiet(total=total, desc=label, unit=unit, disable=disable, leave=False)
 
     def show(self, done: int) -> None:
         """Set how much is done."""

@@ -1,0 +1,1 @@
+"""Measuring DeepInfer beside its peers: same prompts, same threads, interleaved rounds."""
