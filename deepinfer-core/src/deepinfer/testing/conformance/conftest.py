@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,10 +58,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("dtype", kit.dtypes if usable else ("float32",))
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Nothing here: reports reach the tally through ``pytest_runtest_makereport``."""
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
     """Count what passed, failed and was declined."""
@@ -78,11 +75,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         tally.declined += [what] if mark else []
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A run of some tests is no judgement of the whole."""
+    tally = session.config.stash.get(_TALLY, None)
+    if tally is not None:
+        here = Path(__file__).parent
+        ran = {item.path for item in session.items}
+        tally.selected = tally.deselected or not ran.issuperset(here.glob("test_*.py"))
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """A run of some tests is no judgement."""
+    """Left out by ``-k`` or ``-m``."""
     for item in items[:1]:
         if _TALLY in item.config.stash:
-            item.config.stash[_TALLY].selected = True
+            item.config.stash[_TALLY].deselected = True
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -29,6 +29,7 @@ class Tally:
     failed: list[str] = field(default_factory=list)
     declined: list[str] = field(default_factory=list)
     invariant: bool = False
+    deselected: bool = False
     selected: bool = False
 
     def level(self) -> str:

@@ -26,7 +26,7 @@ class Paged:
         dim: of a head.
         spare: query rows behind the last request's.
         scale: of the queries.
-        pages: how many pages the cache has beyond those in use.
+        page_size: tokens of a page.
         options: ``window``, ``softcap``, ``sink`` of the op; a sink of True is drawn.
     """
 
@@ -39,6 +39,7 @@ class Paged:
         dim: int = 16,
         spare: int = 0,
         scale: float = 1.0,
+        page_size: int = PAGE_SIZE,
         **options: Any,
     ) -> None:
         self.run, self.requests, self.options = run, requests, options
@@ -53,20 +54,26 @@ class Paged:
         self.scale = dim**-0.5
         self.cu_q = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0).int()
         self.lengths = torch.tensor([kv for _, kv in requests], dtype=torch.int64)
-        self.block_table, total = self._deal()
-        self.k_cache, self.v_cache = self._filled((total + 2, PAGE_SIZE, heads[1], dim))
+        self.page_size = page_size
+        self._line = heads[1], dim
         self.plan: Any = None
+        self.move(spare=2)
 
-    def _deal(self) -> tuple[Tensor, int]:
+    def move(self, spare: int) -> None:
+        """Deal the pages anew, with ``spare`` that nobody holds; the text stays."""
+        self.block_table, total = self._deal(spare)
+        self.k_cache, self.v_cache = self._filled((total, self.page_size, *self._line))
+
+    def _deal(self, spare: int) -> tuple[Tensor, int]:
         """Pages in random order; the table is wider than any request."""
-        counts = [-(-kv // PAGE_SIZE) for _, kv in self.requests]
-        order = self.run.draw.order(sum(counts) + 2)
+        counts = [-(-kv // self.page_size) for _, kv in self.requests]
+        order = self.run.draw.order(sum(counts) + spare)
         table = torch.full((len(counts), max([0, *counts]) + 2), NOBODY, dtype=torch.int32)
         begin = 0
         for row, count in enumerate(counts):
             table[row, :count] = order[begin : begin + count].int()
             begin += count
-        return table, sum(counts)
+        return table, len(order)
 
     def _filled(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         caches = [torch.full(shape, torch.nan, dtype=self.run.dtype) for _ in range(2)]
@@ -79,15 +86,15 @@ class Paged:
     def slots(self, request: int, begin: int, end: int) -> Tensor:
         """int64 slots of a request's positions ``begin … end−1``."""
         positions = torch.arange(begin, end)
-        pages = self.block_table[request, positions // PAGE_SIZE].long()
-        return pages * PAGE_SIZE + positions % PAGE_SIZE
+        pages = self.block_table[request, positions // self.page_size].long()
+        return pages * self.page_size + positions % self.page_size
 
     def attend(self, plan: Any = None) -> tuple[Tensor, Tensor]:
         """(o, lse) of the step; with another's plan if one is given."""
         run = self.run
         if plan is None:
             plan = run.ops.plan_attention(
-                run.put(self.block_table), run.put(self.lengths), run.put(self.cu_q), PAGE_SIZE
+                run.put(self.block_table), run.put(self.lengths), run.put(self.cu_q), self.page_size
             )
         self.plan = plan
         return run.ops.attention(
