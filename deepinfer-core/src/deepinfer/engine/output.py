@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from deepinfer.api.plan import Delta, Fault, FinishReason, RequestMetrics, TokenLogprob
+from deepinfer.api.plan import Delta, Fault, RequestMetrics, TokenLogprob
 from deepinfer.engine.detokenizer import IncrementalDetokenizer
 from deepinfer.engine.request import RequestState, Status
 from deepinfer.errors import ModelFaultError
@@ -305,11 +305,13 @@ class OutputProcessor:
 
 
 def ended(r: RequestState, finish: Finish, now: float, error: Exception | None = None) -> Delta:
-    """The last delta of a request that did not end by its own tokens."""
-    text = r.output.flush() if finish == FinishReason.ABORT else ""
-    r.output.metrics.finished = now
-    r.output.metrics.output_tokens = r.output_tokens
-    return Delta(r.request.id, text=text, finish=finish, error=error, metrics=r.output.metrics)
+    """The last delta of a request that did not end by its own tokens.
+
+    Text that was held back stays so: it might have become a stop string.
+    """
+    metrics = r.output.metrics
+    metrics.finished, metrics.output_tokens = now, r.output_tokens
+    return Delta(r.request.id, finish=finish, error=error, metrics=metrics)
 
 
 def row_fault(r: RequestState, fault: int) -> ModelFaultError:

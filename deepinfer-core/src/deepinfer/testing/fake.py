@@ -226,7 +226,7 @@ class FakeExecutor:
             else:
                 summary = self._write(row.slot, summary, token, p)
             if slot.params.prompt_logprobs >= 0 and p + 1 < slot.params.prompt_len:
-                work.prompt.append((p + 1, self._logits(summary, token)))
+                work.prompt.append((p + 1, toy_logits(summary, self.script.vocab_size)))
         slot.length = end
         if row.emits:
             slot.length = work.base = end - 1
@@ -303,21 +303,26 @@ class FakeExecutor:
     def _emit(
         self, slot: _Slot, work: _Work, masks: list[NDArray[np.bool_] | None]
     ) -> tuple[list[int], int]:
-        """Draw row by row, while the draft before was right (the equality rule)."""
-        text, ids = slot.tokens[: work.base + 1], []
+        """Draw row by row, while the draft before was right (the equality rule).
+
+        A fault behind emitted tokens is left to the next step, which begins with it.
+        """
+        text, ids, fault = slot.tokens[: work.base + 1], list[int](), Fault.NONE
         for k in range(work.verified + 1):
             if np.isnan(work.logits[k]).any():
-                return [], Fault.NAN
+                fault = Fault.NAN
+                break
             z = process(work.logits[k], text, slot.params, masks[k])
             token = draw(z, slot.seed, work.base + k + 1, slot.params.temperature)
             if token < 0:
-                return [], Fault.NOTHING_ALLOWED
+                fault = Fault.NOTHING_ALLOWED
+                break
             ids.append(token)
             text.append(token)
             if k < work.verified and token != slot.drafts[k]:
                 break
         slot.tokens, slot.length = text, work.base + len(ids)
-        return ids, Fault.NONE
+        return ids, Fault.NONE if ids else fault
 
     def _drafts(self, work: _Work) -> list[int]:
         """Drafts for the next step, wrong on purpose now and then."""

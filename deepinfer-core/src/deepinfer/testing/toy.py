@@ -1,17 +1,24 @@
-"""The toy model of ``fake.py``: plain functions of one text, so that a naive loop can use them too.
+"""Toys for the brain's tests: a model, a tokenizer, a grammar and a KV tier, all without torch.
 
-An entry of KV depends on every entry before it; logits depend on a summary of all of them; a draw
-depends on (logits, seed, position).
+The model is plain functions of one text, so that a naive loop can use them too: an entry of KV
+depends on every entry before it, logits on a summary of all of them, a draw on (logits, seed,
+position).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.api.kv import Lookup, PageKey
 from deepinfer.api.plan import RowParams
+from deepinfer.errors import UnsupportedError
 
 M64 = (1 << 64) - 1
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
@@ -81,3 +88,187 @@ def candidates(logits: Floats, token: int, count: int) -> tuple[list[int], list[
     order = np.argsort(-raw, kind="stable")[:count].tolist()
     rank = 1 + int((raw > raw[token]).sum())
     return [token, *order], [float(raw[i]) for i in [token, *order]], rank
+
+
+class ToyTokenizer:
+    """Tokens that cut characters and stop strings in two; what the detokenizer asks for."""
+
+    text_kind = "byte_level"
+    strips_first_space = False
+    special_ids = frozenset({0})
+    pieces = (
+        b"<end>",
+        *(b"a", b"b", b"ab", b"ba", b" c", b"\n", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac"),
+        *(b"cab", b"abc", b"bc", b"x", b" ", b"ca"),
+    )
+    whole = (1, 2, 3, 4, 5, 6, 11, 12, 13, 14, 15, 16)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id % len(self.pieces)] if token_id else self.pieces[0]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        kept = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
+        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Greedy, longest piece first; enough for stop texts and bad words."""
+        data, ids = text.encode(), []
+        by_length = sorted(self.whole, key=lambda i: -len(self.pieces[i]))
+        while data:
+            ids.append(next(i for i in by_length if data.startswith(self.pieces[i])))
+            data = data[len(self.pieces[ids[-1]]) :]
+        return ids
+
+
+class ToyGrammar:
+    """An automaton modulo m: the state decides which ids may follow; the end only in state 0."""
+
+    END = 0
+
+    def __init__(self, modulus: int, vocab: int) -> None:
+        self.modulus = modulus
+        self.vocab = vocab
+        self.state: int | None = 1 % modulus
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Which ids may come next."""
+        if self.state is None:
+            allowed = np.zeros(self.vocab, bool)
+        else:
+            allowed = (np.arange(self.vocab) + self.state) % 3 != 0
+            allowed[self.END] = self.state == 0
+        if not allowed.any():
+            allowed[self.END] = True
+        return allowed
+
+    def advance(self, token: int) -> bool:
+        """Move if the token is legal."""
+        if not self.mask()[token]:
+            return False
+        at_end = token == self.END or self.state is None
+        self.state = None if at_end else ((self.state or 0) + token) % self.modulus
+        return True
+
+    def fill(self, rows: NDArray[np.int32], drafts: Sequence[int]) -> int:
+        before, legal = self.state, 0
+        rows[0] = packed(self.mask())
+        for draft in drafts:
+            if not self.advance(draft):
+                break
+            legal += 1
+            rows[legal] = packed(self.mask())
+        self.restore(before)
+        return legal
+
+    def restore(self, state: int | None) -> None:
+        """Back to where ``fill`` began."""
+        self.state = state
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not self.advance(token):
+                raise AssertionError(f"the grammar refused the emitted token {token}")
+
+    def done(self) -> bool:
+        return self.state is None
+
+    def fork(self) -> ToyGrammar:
+        twin = ToyGrammar(self.modulus, self.vocab)
+        twin.state = self.state
+        return twin
+
+
+class ToyGrammarBackend:
+    """Compiles a modulus; refuses one below 2 by name."""
+
+    grammar = ToyGrammar
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+
+    def compile(self, spec: int) -> ToyGrammar:
+        if spec < 2:
+            raise UnsupportedError(f"modulus {spec} cannot be enforced.", setting="so_args")
+        return self.grammar(spec, self.vocab)
+
+
+def packed(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """A mask as the words of a bitmask row."""
+    words = -(-len(mask) // 32)
+    bits = np.zeros(words * 32, np.uint8)
+    bits[: len(mask)] = mask
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class MemoryStore:
+    """A KV tier in memory that moves pages *outside* the device's stream, on threads of its own.
+
+    ``spoiled`` counts pages that changed while they were being copied out: somebody gave them to
+    another request too early. Some loads fail half way, and some answers take a second question.
+    """
+
+    name = "memory"
+
+    def __init__(self, kv: NDArray[np.uint64], seed: int, delay: float = 0.0005) -> None:
+        self.kv = kv
+        self.blobs: dict[bytes, NDArray[np.uint64]] = {}
+        self.spoiled = 0
+        self.loaded = 0
+        self._rng = random.Random(seed)
+        self._asked: set[bytes] = set()
+        self._delay = delay
+
+    def lookup(self, keys: Sequence[PageKey], ticket: Any | None) -> Lookup:
+        last = keys[-1].digest
+        if last not in self._asked and self._rng.random() < 0.2:
+            self._asked.add(last)
+            return Lookup(0, retry=True)
+        return Lookup(
+            next((i for i, k in enumerate(keys) if k.digest not in self.blobs), len(keys))
+        )
+
+    def load(self, keys: Sequence[PageKey], pages: Sequence[int]) -> ToyTransfer:
+        blobs, breaks = [self.blobs[key.digest] for key in keys], self._rng.random() < 0.2
+
+        def work() -> str | None:
+            for blob, page in zip(blobs, pages, strict=True):
+                self.kv[page] = blob * np.uint64(3) if breaks else blob
+            self.loaded += not breaks
+            return "planted failure" if breaks else None
+
+        return ToyTransfer(work, self._delay)
+
+    def store(
+        self, keys: Sequence[PageKey], pages: Sequence[int], keep_seconds: float | None
+    ) -> ToyTransfer:
+        pages, before = list(pages), self.kv[list(pages)].copy()
+
+        def work() -> None:
+            after = self.kv[pages].copy()
+            self.spoiled += int((after != before).any(axis=1).sum())
+            self.blobs.update(zip([key.digest for key in keys], after, strict=True))
+
+        return ToyTransfer(work, self._delay)
+
+    def forget(self, keys: Sequence[PageKey]) -> None:
+        for key in keys:
+            self.blobs.pop(key.digest, None)
+
+
+class ToyTransfer:
+    """Work on a thread, after a delay; a :class:`~deepinfer.api.kv.Transfer`."""
+
+    def __init__(self, work: Callable[[], str | None], delay: float) -> None:
+        self._failure: str | None = None
+        self._thread = threading.Thread(target=self._run, args=(work, delay), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], str | None], delay: float) -> None:
+        time.sleep(delay)
+        self._failure = work()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def failed(self) -> str | None:
+        return self._failure

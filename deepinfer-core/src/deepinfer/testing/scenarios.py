@@ -1,0 +1,408 @@
+"""Random engine runs against a naive loop: :func:`run_scenario`.
+
+A scenario is a random load (prompts with common beginnings, limits, stops, priorities, parallel
+samples, aborts …) on a random small device. Whatever the engine does to be quick, every request
+must end with the ids, text, logprobs and reason that ``naive`` finds, which looks at one request at
+a time and knows no pages, steps or drafts. ``python -m deepinfer.testing.scenarios 600`` runs more.
+"""
+
+from __future__ import annotations
+
+import codecs
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deepinfer.api.plan import Delta, Request
+from deepinfer.config import EngineConfig
+from deepinfer.engine.engine import Engine
+from deepinfer.engine.logits import to_row_params
+from deepinfer.engine.policy import FCFSPolicy, PriorityPolicy
+from deepinfer.engine.request import mix
+from deepinfer.sampling_params import SamplingParams
+from deepinfer.testing.fake import FakeExecutor, FakeScript
+from deepinfer.testing.toy import (
+    MemoryStore,
+    ToyGrammar,
+    ToyGrammarBackend,
+    ToyTokenizer,
+    attend,
+    candidates,
+    draw,
+    entry,
+    process,
+    toy_logits,
+)
+
+EOS = frozenset({0})
+STOPS = ("ab", "bca", "c a", "é", "aba", "€", "b\n", "xa", "bb", "caba", "a")
+TOKENIZER = ToyTokenizer()
+
+
+class Answer(NamedTuple):
+    """What a request comes to."""
+
+    ids: tuple[int, ...]
+    text: str
+    finish: str
+    reason: int | str | None
+    logprobs: tuple[Any, ...]
+    prompt_logprobs: tuple[Any, ...] | None
+
+
+@dataclass
+class Scenario:
+    """One random load, fixed by its number."""
+
+    number: int
+    script: FakeScript
+    config: dict[str, Any]
+    requests: list[Request]
+    tiers: bool
+    answers: list[Answer] = field(default_factory=list)
+
+
+@dataclass
+class Tally:
+    """What happened, so that a test can see that its scenarios exercise what they should."""
+
+    steps: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    aborts: int = 0
+    loads: int = 0
+    errors: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Sum up."""
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+# The naive loop.
+
+
+def naive(request: Request, script: FakeScript) -> Answer:
+    """One token at a time, everything looked at from the beginning."""
+    tokens, prompt_logprobs, summary = list(request.token_ids), None, 0
+    params, asked = request.row_params, request.sampling
+    prompt_len = len(tokens)
+    if asked.prompt_logprobs is not None:
+        prompt_logprobs = (None, *_prompt_logprobs(request, script))
+    for p, token in enumerate(tokens[:-1]):
+        summary = attend(summary, entry(summary, token, p), p)
+    grammar = None
+    if request.structured is not None:
+        grammar = ToyGrammar(request.structured, script.vocab_size)
+    reader, logprobs = _Reader(request), []
+    while True:
+        if tokens[-1] == script.poison:
+            return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
+        p = len(tokens) - 1
+        summary = attend(summary, entry(summary, tokens[-1], p), p)
+        raw = toy_logits(summary, script.vocab_size)
+        z = process(raw, tokens, params, None if grammar is None else grammar.mask())
+        token = draw(z, request.seed, len(tokens), params.temperature)
+        if token < 0:
+            return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
+        tokens.append(token)
+        if asked.logprobs is not None:
+            logprobs.append(_table(*candidates(raw, token, params.logprobs)))
+        if grammar is not None:
+            assert grammar.advance(token)
+        finish = reader.push(token, len(tokens))
+        if finish is not None:
+            ids, text = tuple(tokens[prompt_len:]), reader.text
+            return Answer(ids, text, *finish, tuple(logprobs), prompt_logprobs)
+
+
+def _failed(ids: list[int], text: str, logprobs: list[Any], prompt: Any) -> Answer:
+    return Answer(tuple(ids), text, "error", None, tuple(logprobs), prompt if ids else None)
+
+
+def _table(ids: list[int], values: list[float], rank: int) -> dict[int, tuple[float, int]]:
+    table = {t: (float(np.float32(v)), k) for k, (t, v) in enumerate(zip(ids, values, strict=True))}
+    return {**table, ids[0]: (float(np.float32(values[0])), rank)}
+
+
+def _prompt_logprobs(request: Request, script: FakeScript) -> list[dict[int, tuple[float, int]]]:
+    summary, found = 0, []
+    for p, token in enumerate(request.token_ids[:-1]):
+        summary = attend(summary, entry(summary, token, p), p)
+        z = toy_logits(summary, script.vocab_size)
+        best = candidates(z, request.token_ids[p + 1], request.row_params.prompt_logprobs)
+        found.append(_table(*best))
+    return found
+
+
+class _Reader:
+    """Text and stops of the naive loop: the whole text is searched after every character."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.asked = request.sampling
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.text = ""
+
+    def push(self, token: int, length: int) -> tuple[str, int | str | None] | None:
+        """Why it ends with this token, if it does."""
+        asked, prompt_len = self.asked, len(self.request.token_ids)
+        armed = length - prompt_len > asked.min_tokens
+        eos = () if asked.ignore_eos else self.request.eos_ids
+        ends = armed and (token in eos or token in asked.stop_token_ids)
+        shown = not ends or asked.include_stop_str_in_output
+        if shown and not (asked.skip_special_tokens and token in TOKENIZER.special_ids):
+            stop = self._read(self.decoder.decode(TOKENIZER.token_bytes(token)), armed)
+            if stop is not None:
+                return "stop", stop
+        if ends or length >= self.request.limit:
+            stop = self._read(self.decoder.decode(b"", final=True), armed)
+            return ("stop", token if ends else stop) if ends or stop else ("length", None)
+        return None
+
+    def _read(self, piece: str, armed: bool) -> str | None:
+        for char in piece:
+            self.text += char
+            for stop in sorted(self.asked.stop, key=len, reverse=True) if armed else ():
+                if self.text.endswith(stop):
+                    if not self.asked.include_stop_str_in_output:
+                        self.text = self.text[: -len(stop)]
+                    return str(stop)
+        return None
+
+
+# Making a scenario.
+
+
+def make(number: int) -> Scenario:
+    """The scenario of this number, with the naive loop's answers."""
+    rng = random.Random(number)
+    vocab = rng.choice([17, 17, 34])
+    page_size = rng.choice([2, 4])
+    script = FakeScript(
+        vocab_size=vocab,
+        page_size=page_size,
+        num_pages=-(-36 // page_size) + rng.randint(0, 6),
+        max_model_len=40,
+        max_num_seqs=rng.randint(1, 6),
+        draft_len=rng.choice([0, 0, 1, 2, 4]),
+        replay=rng.choice([0, 0, 0, 3]),
+        jitter=rng.choice([None, None, None, 0.0, 0.0002]),
+        poison=16 if rng.random() < 0.05 else None,
+        seed=number,
+    )
+    config = {
+        "model": "toy",
+        "max_num_seqs": script.max_num_seqs,
+        "max_num_batched_tokens": rng.randint(2, 16),
+        "enable_prefix_caching": rng.random() < 0.9,
+        "scheduling_policy": rng.choice(["fcfs", "priority"]),
+    }
+    scenario = Scenario(number, script, config, [], tiers=rng.random() < 0.3)
+    common = [rng.choice(TOKENIZER.whole) for _ in range(12)]
+    for k in range(rng.randint(1, 10)):
+        scenario.requests.extend(_requests(rng, f"r{k}", common, script))
+    scenario.answers = [naive(request, script) for request in scenario.requests]
+    return scenario
+
+
+def _requests(
+    rng: random.Random, name: str, common: list[int], script: FakeScript
+) -> list[Request]:
+    """One request, or the parallel samples of one prompt."""
+    length = rng.randint(1, 14)
+    prompt = common[: rng.randint(0, min(length, 12))]
+    prompt = prompt + [rng.choice(TOKENIZER.whole) for _ in range(length - len(prompt))]
+    params = _params(rng, script.vocab_size)
+    row = to_row_params(params, length, EOS, script.vocab_size, TOKENIZER.encode)
+    structured = rng.choice([4, 5]) if rng.random() < 0.2 else None
+    priority, salt = rng.randint(0, 3), rng.choice(["", "", "", "other"])
+    return [
+        Request(
+            id=f"{name}#{i}",
+            token_ids=tuple(prompt),
+            sampling=params,
+            row_params=row,
+            seed=mix(params.effective_seed or 0, i),
+            limit=length + (params.max_tokens or 1),
+            eos_ids=EOS,
+            priority=priority,
+            arrival=float(name[1:]),
+            cache_salt=salt,
+            structured=structured,
+        )
+        for i in range(params.n)
+    ]
+
+
+def _params(rng: random.Random, vocab: int) -> SamplingParams:
+    """Sampling parameters with one feature or another switched on."""
+
+    def maybe(chance: float, value: Any, otherwise: Any) -> Any:
+        return value if rng.random() < chance else otherwise
+
+    most = rng.randint(1, 20)
+    return SamplingParams(
+        n=maybe(0.15, rng.randint(2, 3), 1),
+        temperature=maybe(0.5, 0.8, 0.0),
+        seed=rng.randrange(1 << 64),
+        max_tokens=most,
+        min_tokens=maybe(0.2, rng.randint(0, most), 0),
+        stop=tuple(rng.sample(STOPS, maybe(0.4, rng.randint(1, 3), 0))),
+        stop_token_ids=tuple(rng.sample(range(1, vocab), maybe(0.2, 2, 0))),
+        include_stop_str_in_output=rng.random() < 0.3,
+        ignore_eos=rng.random() < 0.2,
+        skip_special_tokens=rng.random() < 0.7,
+        logit_bias=maybe(0.15, {rng.randrange(vocab): 3.0, 0: -1.0}, None),
+        allowed_token_ids=maybe(0.1, tuple(rng.sample(range(vocab), 6)), None),
+        presence_penalty=maybe(0.15, 1.5, 0.0),
+        logprobs=maybe(0.15, rng.randint(0, 3), None),
+        prompt_logprobs=maybe(0.1, rng.randint(0, 2), None),
+    )
+
+
+# Running it.
+
+
+class _Caller:
+    """Collects deltas as a front door would, and checks what holds of every stream."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, list[int]] = {}
+        self.texts: dict[str, str] = {}
+        self.logprobs: dict[str, list[Any]] = {}
+        self.prompts: dict[str, tuple[Any, ...]] = {}
+        self.ends: dict[str, Delta] = {}
+
+    def take(self, delta: Delta) -> None:
+        name = delta.request_id
+        assert name not in self.ends, f"{name}: a delta behind its end"
+        self.ids.setdefault(name, []).extend(delta.token_ids)
+        self.texts[name] = self.texts.get(name, "") + delta.text
+        self.logprobs.setdefault(name, []).extend(map(_plain, delta.logprobs or ()))
+        if delta.prompt_logprobs is not None:
+            assert name not in self.prompts, f"{name}: prompt logprobs twice"
+            self.prompts[name] = tuple(map(_plain, delta.prompt_logprobs))
+        if delta.finish is not None:
+            self.ends[name] = delta
+
+    def answer(self, name: str) -> Answer:
+        """What it came to."""
+        end = self.ends[name]
+        return Answer(
+            tuple(self.ids[name]),
+            self.texts[name],
+            str(end.finish),
+            end.stop_reason,
+            tuple(self.logprobs[name]),
+            self.prompts.get(name),
+        )
+
+
+def _plain(table: Any) -> Any:
+    if table is None:
+        return None
+    for token, candidate in table.items():
+        assert candidate.decoded_token == TOKENIZER.decode([token], False)
+    return {token: (candidate.logprob, candidate.rank) for token, candidate in table.items()}
+
+
+def build(
+    scenario: Scenario,
+    overlap: bool,
+    executor_type: type[FakeExecutor] = FakeExecutor,
+    grammar_type: type[ToyGrammar] = ToyGrammar,
+) -> tuple[Engine, MemoryStore]:
+    """An engine on a scripted device, with a tier if the scenario has one."""
+    executor = executor_type(scenario.script)
+    facts = executor.start()
+    store = MemoryStore(executor.kv, scenario.number)
+    backend = ToyGrammarBackend(scenario.script.vocab_size)
+    backend.grammar = grammar_type
+    priority = scenario.config["scheduling_policy"] == "priority"
+    engine = Engine(
+        EngineConfig(**scenario.config, overlap=overlap),
+        executor,
+        facts,
+        tokenizer=TOKENIZER,
+        policy=PriorityPolicy() if priority else FCFSPolicy(),
+        grammar_backend=backend,
+        stores=[store] if scenario.tiers else [],
+    )
+    return engine, store
+
+
+def run_scenario(scenario: Scenario, overlap: bool, **types: Any) -> Tally:
+    """Run it with random arrivals and aborts, compare every request, and look for leaks."""
+    rng = random.Random(scenario.number + 1)
+    engine, store = build(scenario, overlap, **types)
+    caller, tally = _Caller(), Tally()
+    todo, aborted, steps = list(scenario.requests), set[str](), 0
+    try:
+        while todo or engine.has_work():
+            while todo and rng.random() < 0.5:
+                engine.add(todo.pop(0))
+            if rng.random() < 0.03 and (names := _open(scenario, todo, caller)):
+                name = rng.choice(names)
+                if engine.abort(name):
+                    aborted.add(name)
+            if scenario.tiers and rng.random() < 0.1:
+                engine.reset_prefix_cache()
+            for delta in engine.step():
+                caller.take(delta)
+            engine.check_integrity()
+            steps += 1
+            assert steps < 20_000, "stuck"
+        _compare(scenario, caller, aborted)
+        pool = engine.cache.pool
+        assert not engine.cache.leaving, "a request never settled"
+        assert pool.free == pool.num_pages, "pages leaked"
+        assert len(engine.cache.slots) == scenario.script.max_num_seqs, "slots leaked"
+        assert not store.spoiled, "a page was given away while it was being read"
+    finally:
+        engine.close()
+    counters = engine.counters
+    errors = counters.finished.get("error", 0)
+    return Tally(
+        steps, counters.preemptions, counters.cached_tokens, len(aborted), store.loaded, errors
+    )
+
+
+def _open(scenario: Scenario, todo: list[Request], caller: _Caller) -> list[str]:
+    waiting = {request.id for request in todo}
+    ids = [request.id for request in scenario.requests]
+    return [name for name in ids if name not in waiting and name not in caller.ends]
+
+
+def _compare(scenario: Scenario, caller: _Caller, aborted: set[str]) -> None:
+    for request, right in zip(scenario.requests, scenario.answers, strict=True):
+        got = caller.answer(request.id)
+        where = f"scenario {scenario.number}, {request.id}"
+        if request.id in aborted:
+            assert got.finish == "abort", where
+            assert right.ids[: len(got.ids)] == got.ids, f"{where}: {got} is no part of {right}"
+            assert right.text.startswith(got.text), f"{where}: {got.text!r}, {right.text!r}"
+        else:
+            if right.finish == "error":  # its text stays where the error found it
+                assert right.text.startswith(got.text), where
+                got = got._replace(text=right.text)
+            assert got == right, f"{where}:\ngot   {got}\nright {right}"
+
+
+def run_many(numbers: range) -> Tally:
+    """Each scenario with and without overlap."""
+    total = Tally()
+    for number in numbers:
+        scenario = make(number)
+        for overlap in (True, False):
+            total.add(run_scenario(scenario, overlap))
+    return total
+
+
+if __name__ == "__main__":
+    begin = time.perf_counter()
+    print(run_many(range(int(sys.argv[1]))), f"{time.perf_counter() - begin:.1f} s")
