@@ -18,6 +18,7 @@ from deepinfer.ops.table import op
 from deepinfer.sampling.philox import gumbel
 
 _BLOCK_ELEMENTS = 1 << 18  # elements of one block of rows: 1 MiB in float32, so it stays in cache
+_CANDIDATES = 256  # top-k and top-p rarely leave more; where they do, the whole row is ordered
 
 
 @op
@@ -98,32 +99,47 @@ def filter_top(
     (>= 1: all), at least one; of those, what has at least ``min_p`` of the best one's probability
     (0: all). A row with T = 0 stays untouched. Probabilities and sums are float64.
     """
-    out = torch.empty_like(logits)
+    out, vocab = logits.clone(), logits.shape[1]
+    used = (temperature != 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     for block in _blocks(logits):
-        z = _no_nan(logits[block])
-        best, ids = z.sort(dim=1, descending=True, stable=True)
-        keep = _kept(best, temperature[block], top_k[block], top_p[block], min_p[block])
-        kept = torch.empty_like(keep).scatter_(1, ids, keep)
-        untouched = kept | (temperature[block, None] == 0)
-        out[block] = torch.where(untouched, logits[block], -torch.inf)
+        rows = block.start + used[block].nonzero()[:, 0]
+        for width in (min(_CANDIDATES, vocab), vocab):
+            if len(rows) == 0:
+                break
+            how = (temperature[rows], top_k[rows], top_p[rows], min_p[rows])
+            count, ids = _survivors(_no_nan(logits[rows]), *how, width)
+            lead = torch.arange(width, device=ids.device) < count[:, None]
+            kept = torch.zeros_like(logits[rows], dtype=torch.bool).scatter_(1, ids, lead)
+            out[rows] = torch.where(kept, logits[rows], -torch.inf)
+            # Survivors lead the order: if not all candidates survive, nothing behind them does.
+            sure = (top_k[rows] <= width) & ((count < width) | (top_k[rows] == width))
+            rows = rows[~sure]
     return out
 
 
-def _kept(best: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Which of the sorted logits survive: bool[r, V], a prefix of each row."""
-    vocab = best.shape[1]
-    scaled = best / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    peak = scaled[:, :1]
-    weight = torch.where(scaled == peak, 0.0, scaled - peak).double().exp_()  # inf − inf is 0 here
-    rank = torch.arange(vocab, device=best.device)
-    keep = (rank < top_k[:, None]) | (top_k <= 0)[:, None]
-    weight = torch.where(keep, weight, 0.0)
-    below = _running_sum(weight) - weight
-    total = _tree_sum(weight)[:, None]
-    keep &= (below < top_p.double()[:, None] * total) | (top_p >= 1)[:, None]
-    keep &= weight >= min_p.double()[:, None]  # the best one's weight is 1
+def _survivors(
+    z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """The ``width`` best ids of each row in order, and how many of them survive: int64[r]."""
+    best, ids = _best(z, width)
+    peak, all_k = best[:, :1], (top_k <= 0)[:, None]
+    weight = _weights(best, peak, temperature)  # the best one's is 1
+    sums = _running_sum(weight)
+    total = sums.gather(1, top_k.clamp(1, width)[:, None] - 1)
+    if bool((all_k[:, 0] & (top_p < 1)).any()):
+        total = torch.where(all_k, _tree_sum(_weights(z, peak, temperature))[:, None], total)
+    keep = all_k | (torch.arange(width, device=z.device) < top_k[:, None])
+    keep &= (sums - weight < top_p.double()[:, None] * total) | (top_p >= 1)[:, None]
+    keep &= weight >= min_p.double()[:, None]
     keep[:, 0] = True
-    return keep
+    return keep.sum(1), ids
+
+
+def _weights(z: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
+    """exp(z/T − peak/T): quotients float32, exp float64; 1 where z is the peak, even infinite."""
+    t = temperature[:, None]
+    distance = torch.where(z == peak, 0.0, z / t - peak / t)
+    return distance.double().exp_()
 
 
 @op
@@ -160,9 +176,7 @@ def logprobs(logits: Tensor, k: int, chosen: Tensor) -> tuple[Tensor, Tensor, Te
     ids = torch.arange(logits.shape[1], device=logits.device)
     for block in _blocks(logits):
         values = _log_softmax(logits[block])
-        if k:
-            best, where = values.sort(dim=1, descending=True, stable=True)
-            top_values[block], top_ids[block] = best[:, :k], where[:, :k]
+        top_values[block], top_ids[block] = _best(values, k)
         pick = chosen[block, None]
         mine = values.gather(1, pick)
         before = (values > mine) | ((values == mine) & (ids < pick))
@@ -189,6 +203,20 @@ def _blocks(rows: Tensor, width: int | None = None) -> Iterator[slice]:
     size = max(1, _BLOCK_ELEMENTS // max(width or rows.shape[1], 1))
     for begin in range(0, len(rows), size):
         yield slice(begin, min(begin + size, len(rows)))
+
+
+def _best(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of each row in order and their ids int64, ties to the lower id; no NaN in z.
+
+    A float32 and its id become one int64 key that orders as wanted, so that no two are equal and
+    any top-k gives the same answer.
+    """
+    bits = (z + 0.0).view(torch.int32)  # −0 ties with 0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(z.shape[1], device=z.device)
+    keys = (order.long() << 32) | (0xFFFFFFFF - ids)
+    ids = 0xFFFFFFFF - (keys.topk(k, dim=1).values & 0xFFFFFFFF)
+    return z.gather(1, ids), ids
 
 
 def _no_nan(logits: Tensor) -> Tensor:
