@@ -47,7 +47,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
     const int64_t pstride = t->pstride * esize;
     const float *a = t->a;
     const char *b = (const char *)t->b;
-    vf acc[mr][nv];
+    vf acc[MR_MAX][4 * PV]; /* fixed sizes: only these become registers */
 
 #pragma GCC unroll 16
     for (int i = 0; i < mr; i++)
@@ -57,7 +57,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
 
     const int64_t step = type == T_INT8 ? GROUP : k;
     for (int64_t k0 = 0; k0 < k; k0 += step) {
-        vf scale[nv];
+        vf scale[4 * PV];
         if (type == T_INT8)
 #pragma GCC unroll 16
             for (int v = 0; v < nv; v++)
@@ -66,7 +66,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
         const int64_t end = k - k0 < step ? k : k0 + step;
 #pragma GCC unroll 4
         for (int64_t j = k0; j < end; j++) {
-            vf bv[nv];
+            vf bv[4 * PV];
 #pragma GCC unroll 16
             for (int v = 0; v < nv; v++) {
                 const char *p = b + (v / PV) * pstride + (v % PV) * VW * esize;
