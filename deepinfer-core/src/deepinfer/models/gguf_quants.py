@@ -1,7 +1,7 @@
 """Dequantising GGUF rows into a float32 buffer or a tensor of any dtype.
 
 Where you are: called by ``checkpoint.GGUFCheckpoint`` once per tensor. The types that large files
-consist of (Q4_1, Q8_0, Q4_0, Q4_K, Q6_K …) have a vectorised path here that writes straight into
+consist of (``_FAST``) have a vectorised path here that writes straight into
 the destination; all others go through ``gguf.quants``. Both give the same bits: the order
 of the float32 operations is the format's, one multiplication and one addition, never fused.
 """
@@ -9,7 +9,7 @@ of the float32 operations is the format's, one multiplication and one addition, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,8 @@ from deepinfer.models.gguf import gguf_package
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-# Values per step: 1 MB of float32, so that the passes over a chunk stay in the cache.
-_CHUNK: Final = 1 << 18
+# Values per step: 512 KB of float32, so that the passes over a chunk stay in the cache.
+_CHUNK: Final = 1 << 17
 
 
 def dequantize_into(raw: Bytes, quant: str, out: torch.Tensor, where: str) -> None:
@@ -105,17 +105,58 @@ def _q4_1(raw: Bytes, out: Floats) -> None:
     np.add(halves, low[:, :, None], out=halves)
 
 
+def _high_bits(packed: Bytes) -> Bytes:
+    """Four bytes hold the fifth bit of 32 values; as 0 or 16, in two halves."""
+    bits = np.unpackbits(packed, axis=1, bitorder="little")
+    return np.left_shift(bits, 4, out=bits).reshape(-1, 2, 16)
+
+
+def _q5_0(raw: Bytes, out: Floats) -> None:
+    blocks = raw.reshape(-1, 22)
+    scale, values, packed = _f16(blocks[:, :2]), _high_bits(blocks[:, 2:6]), blocks[:, 6:]
+    values[:, 0] |= packed & 15
+    values[:, 1] |= packed >> 4
+    signed = values.view(np.int8).reshape(-1, 32)
+    signed -= 16
+    np.multiply(signed, scale, out=out.reshape(-1, 32))
+
+
+def _q5_1(raw: Bytes, out: Floats) -> None:
+    blocks = raw.reshape(-1, 24)
+    scale, low = _f16(blocks[:, :2]), _f16(blocks[:, 2:4])
+    values, packed, flat = _high_bits(blocks[:, 4:8]), blocks[:, 8:], out.reshape(-1, 32)
+    values[:, 0] |= packed & 15
+    values[:, 1] |= packed >> 4
+    np.multiply(values.reshape(-1, 32), scale, out=flat)
+    np.add(flat, low, out=flat)
+
+
 def _q4_k(raw: Bytes, out: Floats) -> None:
     """Super-blocks of 256: eight groups of 32 with a 6-bit scale and a 6-bit minimum."""
     blocks = raw.reshape(-1, 144)
-    scales, lows = _k_scales(blocks[:, 4:16])
-    scale = _f16(blocks[:, :2]) * scales
-    low = _f16(blocks[:, 2:4]) * lows
     packed = blocks[:, 16:].reshape(-1, 4, 32)
+    _k_groups(blocks, (packed & 15, packed >> 4), out)
+
+
+def _q5_k(raw: Bytes, out: Floats) -> None:
+    """As Q4_K, and bit ``g`` of 32 further bytes is the fifth bit of group ``g``."""
+    blocks = raw.reshape(-1, 176)
+    packed, high = blocks[:, 48:].reshape(-1, 4, 32), blocks[:, 16:48]
+    low, upper = packed & 15, packed >> 4
+    for pair in range(4):
+        low[:, pair] |= (high >> (2 * pair) & 1) << 4
+        upper[:, pair] |= (high >> (2 * pair + 1) & 1) << 4
+    _k_groups(blocks, (low, upper), out)
+
+
+def _k_groups(blocks: Bytes, values: tuple[Any, Any], out: Floats) -> None:
+    """Scale the even and the odd groups; both types keep their scales in the first 16 bytes."""
+    scales, lows = _k_scales(blocks[:, 4:16])
+    scale = (_f16(blocks[:, :2]) * scales).reshape(-1, 4, 2, 1)
+    low = (_f16(blocks[:, 2:4]) * lows).reshape(-1, 4, 2, 1)
     groups = out.reshape(-1, 4, 2, 32)
-    scale, low = scale.reshape(-1, 4, 2, 1), low.reshape(-1, 4, 2, 1)
-    np.multiply(packed & 15, scale[:, :, 0], out=groups[:, :, 0])
-    np.multiply(packed >> 4, scale[:, :, 1], out=groups[:, :, 1])
+    for odd in (0, 1):
+        np.multiply(values[odd], scale[:, :, odd], out=groups[:, :, odd])
     np.subtract(groups, low, out=groups)
 
 
@@ -149,19 +190,19 @@ _FAST: Final[Mapping[str, Callable[[Bytes, Floats], None]]] = {
     "BF16": _bf16_rows,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
 
 # What a file may consist of: the paths above and what gguf.quants dequantises.
 KNOWN: Final[tuple[str, ...]] = (
     *_FAST,
-    "Q5_0",
-    "Q5_1",
     "Q2_K",
     "Q3_K",
-    "Q5_K",
     "IQ1_M",
     "IQ1_S",
     "IQ2_S",
