@@ -234,6 +234,12 @@ def test_a_folder_that_holds_something_is_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
 
 
+def test_an_installation_without_templates_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("deepinfer.cli.scaffold._TEMPLATES", tmp_path / "nowhere")
+    with pytest.raises(TemplateError, match="reinstall"):
+        write_backend(str(tmp_path / "zchip"), "zchip")
+
+
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "zchip").write_text("mine")
     assert invoke("new", "backend", str(tmp_path / "zchip")).exit_code == 2

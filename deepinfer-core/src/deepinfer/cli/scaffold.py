@@ -44,6 +44,8 @@ def write_backend(path: str, name: str) -> list[Path]:
         if target.exists() and any(target.iterdir()):
             raise TemplateError(f"{path} is not empty; nothing was written.")
         files = dict(_filled(_TEMPLATES / "backend", _words(name)))
+        if not files:
+            raise TemplateError(f"This installation lacks {_TEMPLATES}; reinstall deepinfer-core.")
         for place, text in files.items():
             (target / place).parent.mkdir(parents=True, exist_ok=True)
             (target / place).write_text(text, "utf-8")
