@@ -19,7 +19,7 @@ from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
 from deepinfer.errors import ConfigError, KVCacheTooSmallError
 from deepinfer.models.checkpoint import open_checkpoint
-from deepinfer.models.registry import architectures_of
+from deepinfer.models.registry import architectures_of, model_config
 from deepinfer.models.source import resolve
 from deepinfer.models.weights import load_weights
 from deepinfer.ops.backend import build_ops
@@ -171,7 +171,7 @@ def _load(
 ) -> _Loaded:
     adapter: ModelAdapter = resolution.load("model")()
     dtype = choose_dtype(config.dtype, checkpoint.config, device.torch_device)
-    mine = adapter.config(checkpoint.config)
+    mine = model_config(adapter, checkpoint)
     limit = mine.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(

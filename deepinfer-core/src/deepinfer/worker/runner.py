@@ -110,9 +110,7 @@ class ModelRunner:
         taps = None
         if rig.drafter.taps:
             taps = HiddenTaps(rig.drafter.taps, step.batch, step.layout.slot)
-        hidden = rig.model.forward(step.batch, rig.kv, taps)
-        logits = rig.model.logits(hidden[step.batch.logit_rows])
-        prompt = self._score_prompts(step, hidden)
+        logits, prompt = self._compute(step, taps)
         took = time.perf_counter() - began
         self.seconds["forward"] += took
         self._open[plan.step] = _OpenStep(step, logits, prompt, taps, took)
@@ -121,13 +119,9 @@ class ModelRunner:
         """Second half: masks, draw, acceptance, commit, drafts of the next step."""
         began = time.perf_counter()
         work, rig = self._open.pop(step), self._rig
-        batch, logits = work.step, work.logits
+        batch = work.step
         raw = self._raw_lines(work, inputs)
-        faults = self._pipeline.apply(logits, batch.lines, *self._masks(batch, inputs))
-        tokens, counts = rig.verifier.verify(
-            logits, batch.lines.sample, batch.drafts, batch.layout.lengths
-        )
-        counts, faults = _settle(batch, counts, faults)
+        tokens, counts, faults = self._draw(batch, work.logits, inputs)
         rig.slots.commit(batch.rows.emit_slot, batch.length, tokens, counts)
         drafts = self._draft(work, counts)
         scores = self._score(batch.rows, raw, tokens)
@@ -153,6 +147,32 @@ class ModelRunner:
             seconds=work.seconds + took,
         )
         return StepFuture(rig.device, result)
+
+    def _compute(
+        self, step: StepBatch, taps: HiddenTaps | None
+    ) -> tuple[Tensor, tuple[PromptScores, ...]]:
+        """Logits of the step's lines, and scores of prompt tokens. Ops never see zero rows."""
+        rig = self._rig
+        none = torch.empty((0, rig.slots.shape.vocab_size), device=rig.slots.device)
+        if not len(step.batch.ids):
+            return none, ()
+        hidden = rig.model.forward(step.batch, rig.kv, taps)
+        lines = step.batch.logit_rows
+        logits = rig.model.logits(hidden[lines]) if len(lines) else none
+        return logits, self._score_prompts(step, hidden)
+
+    def _draw(
+        self, batch: StepBatch, logits: Tensor, inputs: RowInputs | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens int64[R, w], counts int64[R], faults uint8[R]."""
+        if not len(logits):
+            counts = batch.length
+            return batch.layout.grid, counts, counts.to(torch.uint8)
+        faults = self._pipeline.apply(logits, batch.lines, *self._masks(batch, inputs))
+        tokens, counts = self._rig.verifier.verify(
+            logits, batch.lines.sample, batch.drafts, batch.layout.lengths
+        )
+        return tokens, *_settle(batch, counts, faults)
 
     def _masks(
         self, batch: StepBatch, inputs: RowInputs | None
