@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-
 from deepinfer.testing.scenarios import make, naive, run_many, run_scenario
 
 BLOCK = 30

@@ -10,20 +10,19 @@ door that serves several threads puts a queue before them.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from deepinfer.api.plan import Delta, Fault, FinishReason, StepStats
+from deepinfer.api.plan import Delta, Fault, FinishReason
 from deepinfer.engine.cache import KVCache
 from deepinfer.engine.logits import LogitsPipeline
 from deepinfer.engine.output import OutputProcessor, ended, row_fault
 from deepinfer.engine.policy import FCFSPolicy
 from deepinfer.engine.request import RequestState, Status, check_request
 from deepinfer.engine.scheduler import Scheduler
-from deepinfer.engine.stats import Counters
+from deepinfer.engine.stats import Counters, Recorder
 from deepinfer.errors import (
     DeepInferError,
     EngineClosedError,
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
     from deepinfer.api.grammar import GrammarBackend
     from deepinfer.api.kv import KVStore
     from deepinfer.api.observer import Observer
-    from deepinfer.api.plan import BatchPlan, Request, StepOutput
+    from deepinfer.api.plan import BatchPlan, Request, StepOutput, StepStats
     from deepinfer.api.policy import Policy
     from deepinfer.api.speculative import DraftPlanner
     from deepinfer.config import EngineConfig
     from deepinfer.engine.detokenizer import TokenText
 
-_log = logging.getLogger("deepinfer.engine")
+_T = TypeVar("_T")
 _NAP = 0.0005  # seconds between looks at a grammar or a transfer when nothing else can run
 
 
@@ -66,7 +65,7 @@ class _InterruptedError(BaseException):
 
 
 class Engine:
-    """Requests in, deltas out. Everything it was given is closed with it."""
+    """Requests in, deltas out. The executor that it was given is closed with it."""
 
     def __init__(
         self,
@@ -96,9 +95,7 @@ class Engine:
         )
         self.logits = LogitsPipeline(facts.vocab_size, facts.draft_len, grammar_backend)
         self.output = OutputProcessor(tokenizer)
-        self.stats = StepStats()
-        self.counters = Counters()
-        self._observers = list(observers)
+        self._recorder = Recorder(observers)
         self._open: dict[str, RequestState] = {}
         self._begun: _Begun | None = None
         self._in_flight: deque[_Pending] = deque()
@@ -134,11 +131,8 @@ class Engine:
 
     def has_work(self) -> bool:
         """There is something for ``step`` to do or to deliver."""
-        if self._over is not None:
-            return bool(self._deltas)
-        return bool(
-            self._open or self._in_flight or self._begun or self._deltas or self.cache.leaving
-        )
+        work = self._open or self._in_flight or self._begun or self._deltas or self.cache.leaving
+        return self._over is None and bool(work)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what runs is not disturbed."""
@@ -165,7 +159,7 @@ class Engine:
         return self._take_deltas()
 
     def _step(self) -> None:
-        self.stats = StepStats()
+        self._recorder.begin()
         if self._begun is None:  # else Ctrl-C struck between the halves of a step
             self.cache.poll()
             self._take_grammars()
@@ -193,9 +187,7 @@ class Engine:
         plan = self.scheduler.plan()
         self.stats.plan_seconds += self.clock() - start
         if plan is not None:
-            self.stats.step, self.stats.rows = plan.step, len(plan.rows)
-            self.stats.decode_rows = self.scheduler.decodes
-            self.stats.prefill_tokens = plan.shape - plan.draft_rows - self.scheduler.decodes
+            self._recorder.planned(plan, self.scheduler.decodes)
         return plan
 
     def _rest(self) -> None:
@@ -203,19 +195,20 @@ class Engine:
         if self._in_flight:
             self._collect()
         elif self._open or self.cache.leaving:
-            time.sleep(_NAP)
+            self._patiently(lambda: time.sleep(_NAP))
 
     def _collect(self, keep: int = 0) -> None:
         """Take in steps in flight, oldest first, until ``keep`` are left."""
         while len(self._in_flight) > keep:
-            out = self._wait(self._in_flight[0].answer)
+            out = self._patiently(self._in_flight[0].answer.result)
             pending = self._in_flight.popleft()
             self._commit(pending.begun.planned, out)
 
-    def _wait(self, answer: OutputFuture) -> StepOutput:
+    def _patiently(self, wait: Callable[[], _T]) -> _T:
+        """The places where the host waits, and so where Ctrl-C finds it: nothing is half done."""
         start = self.clock()
         try:
-            return answer.result()
+            return wait()
         except Exception:
             raise
         except BaseException as why:
@@ -227,34 +220,16 @@ class Engine:
         """Tokens into text, then the books: bounds, drafts, prefix index, pages."""
         start = self.clock()
         deltas, over = self.output.take(planned, out, start)
-        self.stats.output_seconds += self.clock() - start
+        middle = self.clock()
         self._deltas.extend(deltas)
-        self._land(planned, out)
+        self.scheduler.land(planned, out)
         for r, delta in over:
             self._end(r, delta)
         if out.faults is not None and out.faults.any():
             self._fail_rows(planned, out.faults.tolist())
-        if self.scheduler.planner is not None:
-            self.scheduler.planner.observe(out)
         self.stats.device_seconds += out.device_seconds
-        self.stats.collect_seconds += self.clock() - start
-
-    def _land(self, planned: list[RequestState], out: StepOutput) -> None:
-        drafts = None if out.drafts is None else out.drafts.tolist()
-        page_size = self.cache.page_size
-        for i, r in enumerate(planned):
-            lo, hi, written = r.in_flight.popleft()
-            r.ahead_lo -= lo
-            r.ahead_hi -= hi
-            if r.status is not Status.FINISHED:
-                if written < 0:
-                    written = len(r.tokens) - 1  # the last token has no KV yet
-                if written >= (len(r.chain.nodes) + 1) * page_size:
-                    self.cache.publish(r, written)
-                if drafts is not None:
-                    r.drafts = drafts[i]
-            if r.status is not Status.RUNNING:
-                self.cache.settle(r)
+        self.stats.output_seconds += middle - start
+        self.stats.collect_seconds += self.clock() - middle
 
     # Ends.
 
@@ -263,11 +238,7 @@ class Engine:
         del self._open[r.request.id]
         self.logits.forget(r)
         self.scheduler.finish(r)
-        finished, reason = self.counters.finished, str(delta.finish)
-        finished[reason] = finished.get(reason, 0) + 1
-        self.stats.finished.append(r.request.id)
-        self.counters.output_tokens += r.output_tokens
-        self._tell(lambda observer: observer.on_finish(delta))
+        self._recorder.finished(delta, r.output_tokens)
 
     def _fail(self, r: RequestState, error: Exception) -> None:
         delta = ended(r, FinishReason.ERROR, self.clock(), error)
@@ -303,18 +274,19 @@ class Engine:
         """Abort what is open, wait for what is in flight, close the executor. Idempotent."""
         if isinstance(self._over, EngineClosedError):
             return
+        alive = self._over is None
         try:
-            if self._over is None:
+            if alive:
                 self._drain()
-        except Exception as why:
-            self._die(why)
+        except Exception:
+            alive = False  # the device failed after its last answer was wanted
         finally:
-            if self._over is None:
-                self.check_integrity()
             self._over = EngineClosedError("This engine is closed.", next_step="Create a new one.")
             self._deltas.clear()
             self.logits.close()
             self.executor.close()
+        if alive:
+            self.check_integrity()
 
     def _drain(self) -> None:
         for request_id in list(self._open):
@@ -332,39 +304,21 @@ class Engine:
 
     # Small things.
 
+    @property
+    def stats(self) -> StepStats:
+        """Of the last step."""
+        return self._recorder.stats
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the start."""
+        return self._recorder.counters
+
     def _check_open(self) -> None:
         if self._over is not None:
-            raise self._over
+            raise self._over.with_traceback(None)
 
     def _take_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
-        self._count()
+        self._recorder.end(self.scheduler)
         return deltas
-
-    def _count(self) -> None:
-        """Fill the step's statistics and add them to the totals."""
-        stats, counters, scheduler = self.stats, self.counters, self.scheduler
-        stats.running, stats.waiting = len(scheduler.running), len(scheduler.waiting)
-        stats.free_pages = self.cache.pool.free
-        stats.preemptions = scheduler.preemptions - counters.preemptions
-        stats.cached_tokens = scheduler.cached_tokens - counters.cached_tokens
-        counters.preemptions = scheduler.preemptions
-        counters.cached_tokens = scheduler.cached_tokens
-        counters.steps += stats.step > 0
-        counters.prompt_tokens += stats.prefill_tokens
-        counters.plan_seconds += stats.plan_seconds
-        counters.collect_seconds += stats.collect_seconds
-        counters.output_seconds += stats.output_seconds
-        counters.wait_seconds += stats.wait_seconds
-        counters.device_seconds += stats.device_seconds
-        if self._observers:
-            self._tell(lambda observer: observer.on_step(stats))
-
-    def _tell(self, call: Callable[[Observer], None]) -> None:
-        """Observers may not disturb a step: one that raises is logged once and dropped."""
-        for observer in tuple(self._observers):
-            try:
-                call(observer)
-            except Exception:
-                _log.exception("An observer failed and is dropped: %r", observer)
-                self._observers.remove(observer)

@@ -85,13 +85,17 @@ class StopStrings:
 
 
 class OutputState:
-    """One request's way out: its ends, its text, its logprobs, its times."""
+    """One request's way out: its ends, its text, its logprobs, its times.
+
+    ``plain``: a token that does not end it needs nothing but text. False until the first token.
+    """
 
     __slots__ = (
         "detokenizer",
         "ends",
         "metrics",
         "min_len",
+        "plain",
         "prompt",
         "stops",
         "wants_logprobs",
@@ -103,6 +107,7 @@ class OutputState:
         ends = frozenset(sampling.stop_token_ids)
         self.ends = ends if sampling.ignore_eos else ends | request.eos_ids
         self.min_len = len(request.token_ids) + sampling.min_tokens
+        self.plain = False
         self.detokenizer: IncrementalDetokenizer | None = None
         self.stops: StopStrings | None = None
         if tokenizer is not None and sampling.detokenize:
@@ -158,12 +163,24 @@ class OutputProcessor:
         for row, chunk in out.prompt_logprobs:
             if planned[row].output.wants_prompt:
                 self._prompt_chunk(planned[row], chunk)
+        finished = Status.FINISHED
         for i, (r, n) in enumerate(zip(planned, out.counts.tolist(), strict=True)):
-            if n and r.status is not Status.FINISHED:
-                delta = self._row(r, tokens[i][:n], found, i, now)
-                deltas.append(delta)
-                if delta.finish is not None:
-                    over.append((r, delta))
+            if not n or r.status is finished:
+                continue
+            output = r.output
+            if n == 1 and output.plain:
+                token = tokens[i][0]
+                if token not in output.ends and len(r.tokens) + 1 < r.request.limit:
+                    r.tokens.append(token)
+                    ids = (token,)
+                    reader = output.detokenizer
+                    text = "" if reader is None else reader.push(ids)
+                    deltas.append(Delta(r.request.id, ids, text))
+                    continue
+            delta = self._row(r, tokens[i][:n], found, i, now)
+            deltas.append(delta)
+            if delta.finish is not None:
+                over.append((r, delta))
         return deltas, over
 
     def _row(
@@ -176,6 +193,7 @@ class OutputProcessor:
             ids = ids[:kept]
         if metrics.first_token is None:
             metrics.first_token = now
+            output.plain = r.grammar is None and output.stops is None and not output.wants_logprobs
         error = None if r.grammar is None else self._accept(r.grammar, ids)
         if error is not None:
             finish = "error"

@@ -98,7 +98,7 @@ def naive(request: Request, script: FakeScript) -> Answer:
     grammar = None
     if request.structured is not None:
         grammar = ToyGrammar(request.structured, script.vocab_size)
-    reader, logprobs = _Reader(request), []
+    reader, logprobs = _Reader(request), list[Any]()
     while True:
         if tokens[-1] == script.poison:
             return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
@@ -340,7 +340,7 @@ def run_scenario(scenario: Scenario, overlap: bool, **types: Any) -> Tally:
     """Run it with random arrivals and aborts, compare every request, and look for leaks."""
     rng = random.Random(scenario.number + 1)
     engine, store = build(scenario, overlap, **types)
-    caller, tally = _Caller(), Tally()
+    caller = _Caller()
     todo, aborted, steps = list(scenario.requests), set[str](), 0
     try:
         while todo or engine.has_work():
