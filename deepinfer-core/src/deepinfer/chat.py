@@ -82,8 +82,6 @@ class TemplateFormat:
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        from jinja2 import TemplateError
-
         variables = {
             **self._special_tokens,
             **(template_kwargs or {}),
@@ -92,9 +90,10 @@ class TemplateFormat:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        template = self._template(bool(tools))
         try:
-            return str(self._template(bool(tools)).render(variables))
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as why:
+            return str(template.render(variables))
+        except Exception as why:  # a template is a program, and it came with the model
             raise InvalidRequestError(
                 f"The chat template of {self._name} refuses these messages: {why}.",
                 setting="messages",

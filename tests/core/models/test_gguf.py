@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -356,6 +358,17 @@ def test_the_fingerprint_follows_the_weights_and_nothing_else(write_gguf):
         return GGUFCheckpoint(write_gguf("llama", metadata("llama"), weights, name)).fingerprint()
 
     assert made(0, "one.gguf") == made(0, "two.gguf") != made(1, "three.gguf")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the process's mappings")
+def test_the_mapping_goes_with_the_checkpoint(write_gguf):
+    path = write_gguf("llama", metadata("llama"), stored("llama", hf_weights("llama")))
+    checkpoint = GGUFCheckpoint(path)
+    kept = checkpoint.tensor("model.norm.weight", torch.float32)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    del checkpoint
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert kept.isfinite().all()
 
 
 @pytest.mark.model

