@@ -1,7 +1,8 @@
 """int8 weights in plain torch: the native kernels' quantised values, dequantised at each use.
 
-Every 32 values along K share one scale, ``max |w| / 127`` rounded to fp16; a value is w / scale,
-rounded half to even, within ±127. Arithmetic is float32 on ``q · scale``.
+Every 32 values along K share one scale, ``max |w| / 127`` as fp16 (rounded up where that is
+subnormal); a value is w / scale, rounded half to even, within ±127. Arithmetic is float32 on
+``q · scale``. A router's weight, which decides who computes, stays as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Int8Weight:
         """Padding of the last group counts as zeros."""
         columns = weight.shape[-1]
         groups = F.pad(weight.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
-        scale = (groups.abs().amax(-1) / 127).clamp(max=65504).half()
+        ideal = (groups.abs().amax(-1) / 127).clamp(max=65504)
+        rounded_up = (ideal * 2.0**24).ceil() * 2.0**-24
+        scale = torch.where(ideal < 2.0**-14, rounded_up, ideal).half()
         step = scale.float()[..., None]
         ratio = torch.where(step > 0, groups / step, 0.0).clamp(-127, 127)
         return cls(ratio.round().to(torch.int8), scale, columns, weight.dtype)
@@ -63,5 +66,5 @@ def quantized_ops(base: Mapping[str, Impl]) -> dict[str, Impl]:
     return {**base, **{name: Impl(fn, _prepare) for name, fn in readers.items()}}
 
 
-def _prepare(weight: Tensor, uses: frozenset[str]) -> Int8Weight:
-    return Int8Weight.quantize(weight)
+def _prepare(weight: Tensor, uses: frozenset[str]) -> Any:
+    return weight if "route" in uses else Int8Weight.quantize(weight)
