@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepinfer.errors import EngineClosedError
 
@@ -25,8 +25,15 @@ if TYPE_CHECKING:
     from deepinfer.resolution import Resolution
     from deepinfer.worker.host import Host
 
-_Task = tuple[Callable[[], Any], "Future[Any] | None"]
 _JOIN_AT_EXIT = 10.0
+
+
+class _Task(NamedTuple):
+    """``fatal``: after an error of it nothing else runs."""
+
+    run: Callable[[], Any]
+    answer: Future[Any] | None
+    fatal: bool
 
 
 class LocalExecutor:
@@ -68,30 +75,30 @@ class LocalExecutor:
     def forward(self, plan: BatchPlan) -> None:
         """Queue the first half of a step."""
         host = self._running()
-        self._put(lambda: host.runner.forward(plan), None)
+        self._tasks.put(_Task(lambda: host.runner.forward(plan), None, True))
 
     def sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
         """Queue the second half; the future answers when the device has."""
         host = self._running()
         answer: Future[OutputFuture] = Future()
-        self._put(lambda: host.runner.sample(step, inputs), answer)
+        self._tasks.put(_Task(lambda: host.runner.sample(step, inputs), answer, True))
         return _Output(answer)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """``trace(recorder | None)``, ``memory()`` or ``profile(seconds=0)``: see :class:`Host`."""
+        """``trace`` with a recorder or None, ``memory``, ``profile``: see ``worker.host.Host``."""
         host = self._running()
         return [self._ask(lambda: host.call(method, *args))]
 
     def close(self) -> None:
         """Wait for what runs, free the model, end the thread. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        host, self._host = self._host, None
-        if host is not None:
-            self._put(host.close, None)
-        self._end.detach()
-        _stop(self._tasks, self._thread, None)
+        if not self._closed:
+            self._closed = True
+            host, self._host = self._host, None
+            if host is not None:
+                self._tasks.put(_Task(host.close, None, False))
+            self._end.detach()
+            self._tasks.put(None)
+        _join(self._thread, None)  # again after an interrupted first call
 
     def _running(self) -> Host:
         self._check()
@@ -107,11 +114,8 @@ class LocalExecutor:
     def _ask(self, task: Callable[[], Any]) -> Any:
         self._check()
         answer: Future[Any] = Future()
-        self._put(task, answer)
+        self._tasks.put(_Task(task, answer, False))
         return answer.result()
-
-    def _put(self, task: Callable[[], Any], answer: Future[Any] | None) -> None:
-        self._tasks.put((task, answer))
 
 
 class _Trouble:
@@ -143,32 +147,32 @@ def _obey(tasks: queue.SimpleQueue[_Task | None], trouble: _Trouble) -> None:
     import torch
 
     with torch.inference_mode():
-        while (item := tasks.get()) is not None:
-            _run(*item, trouble)
-            del item  # what a task holds must not outlive it here
+        while (task := tasks.get()) is not None:
+            _run(task, trouble)
+            del task  # what it holds must not outlive it here
 
 
-def _run(task: Callable[[], Any], answer: Future[Any] | None, trouble: _Trouble) -> None:
+def _run(task: _Task, trouble: _Trouble) -> None:
     try:
-        if trouble.error is not None:
+        if trouble.error is not None and task.fatal:
             raise trouble.error
-        result = task()
+        result = task.run()
     except BaseException as why:
-        if answer is None:  # a forward: its sample will tell
+        if task.fatal:  # noted first, so that whoever sees the answer sees that it stays
             trouble.error = trouble.error or why
-        else:
-            answer.set_exception(why)
+        if task.answer is not None:
+            task.answer.set_exception(why)
     else:
-        if answer is not None:
-            answer.set_result(result)
+        if task.answer is not None:
+            task.answer.set_result(result)
 
 
-def _stop(
-    tasks: queue.SimpleQueue[_Task | None],
-    thread: threading.Thread,
-    patience: float | None = _JOIN_AT_EXIT,
-) -> None:
+def _stop(tasks: queue.SimpleQueue[_Task | None], thread: threading.Thread) -> None:
     """End the thread behind what is queued. A garbage collection may call this on any thread."""
     tasks.put(None)
+    _join(thread, _JOIN_AT_EXIT)
+
+
+def _join(thread: threading.Thread, patience: float | None) -> None:
     if thread is not threading.current_thread():
         thread.join(patience)

@@ -29,7 +29,8 @@ class GumbelSampler:
     def __call__(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """float32[m, V] to int64[m]. ``logits`` is not changed."""
         kept = self._filter(logits, rows)
-        return self._ops.gumbel_argmax(kept, rows.temperature, rows.seed, rows.position)
+        ids: Tensor = self._ops.gumbel_argmax(kept, rows.temperature, rows.seed, rows.position)
+        return ids
 
     def probs(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """The distribution that ``__call__`` draws from, float32[m, V]; one-hot at T = 0."""
@@ -43,4 +44,7 @@ class GumbelSampler:
     def _filter(self, logits: Tensor, rows: SampleRows) -> Tensor:
         if not rows.filtered or rows.greedy:
             return logits
-        return self._ops.filter_top(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+        kept: Tensor = self._ops.filter_top(
+            logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p
+        )
+        return kept

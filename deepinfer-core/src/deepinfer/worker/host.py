@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -138,7 +138,11 @@ class Host:
 
     def call(self, method: str, *args: Any) -> Any:
         """Rare calls by name: ``trace``, ``memory``, ``profile``."""
-        calls = {"trace": self.runner.trace, "memory": self.memory, "profile": self.profile}
+        calls: dict[str, Callable[..., Any]] = {
+            "trace": self.runner.trace,
+            "memory": self.memory,
+            "profile": self.profile,
+        }
         if method not in calls:
             raise ConfigError(f"There is no call {method!r}; there are {', '.join(calls)}.")
         return calls[method](*args)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What ``ops.logprobs`` said of some tokens; ``index`` (host or device) as in LogprobRows.
-
-    ``wanted`` int[u]: how many best ids each asked for.
-    """
+    """Some tokens int64[m], and what ``ops.logprobs`` said of them."""
 
     token: Tensor
     top_ids: Tensor
@@ -96,12 +94,12 @@ class StepFuture:
             self._output = self._assemble([t.numpy() for t in self._copies.result()])
         return self._output
 
-    def _assemble(self, arrays: list[NDArray[np.generic]]) -> StepOutput:
+    def _assemble(self, arrays: list[NDArray[Any]]) -> StepOutput:
         what, rest = self._what, iter(arrays)
         shape = (what.rows, 1 + what.draft_len)
         tokens, counts = np.zeros(shape, np.int32), np.zeros(what.rows, np.int32)
-        faults, drafts = np.zeros(what.rows, np.uint8), np.zeros((what.rows, what.draft_len))
-        drafts = drafts.astype(np.int32)
+        faults = np.zeros(what.rows, np.uint8)
+        drafts = np.zeros((what.rows, what.draft_len), np.int32)
         drawn = next(rest)
         tokens[what.emit, : drawn.shape[1]] = drawn
         counts[what.emit], faults[what.emit] = next(rest), next(rest)
@@ -142,11 +140,11 @@ class StepFuture:
 class _Host:
     """:class:`Scores` on the host."""
 
-    token: NDArray[np.generic]
-    top_ids: NDArray[np.generic]
-    top_values: NDArray[np.generic]
-    value: NDArray[np.generic]
-    rank: NDArray[np.generic]
+    token: NDArray[np.int64]
+    top_ids: NDArray[np.int32]
+    top_values: NDArray[np.float32]
+    value: NDArray[np.float32]
+    rank: NDArray[np.int32]
 
     def rows(
         self,
@@ -162,8 +160,8 @@ class _Host:
         return LogprobRows(index.astype(np.int32), ids.astype(np.int32), values, self.rank[keep])
 
 
-def _take(arrays: object) -> _Host:
-    return _Host(*(next(arrays) for _ in range(5)))  # type: ignore[call-overload]
+def _take(arrays: Iterator[NDArray[Any]]) -> _Host:
+    return _Host(*(next(arrays) for _ in range(5)))
 
 
 def _prompt(scores: _Host, what: PromptScores) -> LogprobRows:

@@ -241,7 +241,7 @@ class ModelRunner:
         tile = max(1, _TILE_BYTES // (4 * self._rig.slots.shape.vocab_size))
         parts = [
             self._logprobs(self._rig.model.logits(hidden[rows]), k, ids).tensors()
-            for rows, ids in zip(place.split(tile), target.split(tile), strict=True)
+            for rows, ids in zip(torch.split(place, tile), torch.split(target, tile), strict=True)
         ]
         return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
