@@ -18,9 +18,10 @@ def config() -> None:
 @config.command()
 @click.option("--json", "as_json", is_flag=True)
 @engine_options
-def show(as_json: bool, engine: dict[str, Any]) -> None:
+@click.pass_context
+def show(ctx: click.Context, as_json: bool, engine: dict[str, Any]) -> None:
     """Effective engine arguments and DEEPINFER_* variables, each with its source."""
-    rows = [*_arguments(engine), *_variables()]
+    rows = [*_arguments(ctx, engine), *_variables()]
     if as_json:
         click.echo(
             json.dumps([dict(zip(("name", "value", "source"), r, strict=True)) for r in rows])
@@ -31,18 +32,20 @@ def show(as_json: bool, engine: dict[str, Any]) -> None:
         click.echo(f"{name:<{width}}  {value!s:<12}  {source}")
 
 
-def _arguments(engine: dict[str, Any]) -> list[tuple[str, Any, str]]:
+def _arguments(ctx: click.Context, engine: dict[str, Any]) -> list[tuple[str, Any, str]]:
     from deepinfer.config import EngineConfig
 
     made = engine_config(engine)
-    given = {"seed" if k == "engine_seed" else k for k in engine}
+    typed = click.core.ParameterSource.COMMANDLINE
+    given = {k for k in ctx.params if ctx.get_parameter_source(k) is typed}
+    given = {"seed" if k == "engine_seed" else k for k in given}
     rows = []
     for name, field in EngineConfig.model_fields.items():
         value = getattr(made, name)
         if name in given:
             source = "option"
-        elif value != field.get_default(call_default_factory=True):
-            source = "environment" if name != "model" else "default"
+        elif name != "model" and value != field.get_default(call_default_factory=True):
+            source = "environment"
         else:
             source = "default"
         rows.append((name, value, source))

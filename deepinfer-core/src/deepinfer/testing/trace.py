@@ -51,12 +51,16 @@ class Difference:
 class Tracer:
     """Records row hashes; a ``Recorder`` for ``executor.call("trace", tracer)``.
 
+    Args:
+        only: the requests to record, None for all.
+
     Attributes:
         rows: place → call → the hashes seen there (one, if all is well).
         order: call → when it came in its step, for saying which is first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only: frozenset[int] | None = None) -> None:
+        self._only = only
         self.rows: dict[Place, dict[Call, set[bytes]]] = {}
         self.order: dict[Call, int] = {}
         self._seed_of: dict[int, int] = {}
@@ -98,8 +102,9 @@ class Tracer:
                 return
 
     def _keep(self, call: Call, places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> None:
-        for place, digest in zip(places, _row_hashes(tensors), strict=True):
-            self.rows.setdefault(place, {}).setdefault(call, set()).add(digest)
+        mine = [i for i, p in enumerate(places) if self._only is None or p.request in self._only]
+        for i, digest in zip(mine, _row_hashes(tensors, mine), strict=True):
+            self.rows.setdefault(places[i], {}).setdefault(call, set()).add(digest)
 
 
 def watch(ops: OpSet, tracer: Tracer) -> Callable[[], None]:
@@ -155,17 +160,17 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _row_hashes(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+def _row_hashes(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> list[bytes]:
     import torch
 
-    rows = [
-        t.detach().cpu().contiguous().reshape(len(t), -1).view(torch.uint8).numpy()
+    if not rows:
+        return []
+    parts = [
+        t.detach()[list(rows)].cpu().contiguous().reshape(len(rows), -1).view(torch.uint8).numpy()
         for t in tensors
         if t.numel()
     ]
-    if not rows:
-        return [b""] * len(tensors[0])
     return [
-        hashlib.blake2b(b"".join(part[i].tobytes() for part in rows), digest_size=8).digest()
-        for i in range(len(rows[0]))
+        hashlib.blake2b(b"".join(part[i].tobytes() for part in parts), digest_size=8).digest()
+        for i in range(len(rows))
     ]

@@ -1,0 +1,96 @@
+"""``deepinfer verify determinism``: rerun a workload under many conditions, compare bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+
+@click.group()
+def verify() -> None:
+    """Check promises on this machine."""
+
+
+@verify.command()
+@click.option("-m", "--model", default="demo", show_default=True)
+@click.option("--tokenizer")
+@click.option("--backend")
+@click.option("--device", type=click.Choice(["cpu", "cuda", "npu"]))
+@click.option("--quantization", type=click.Choice(["int8"]))
+@click.option("--threads", "num_threads", type=int)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(["float32", "bfloat16"]),
+    multiple=True,
+    default=("float32",),
+    show_default=True,
+    help="May be given twice.",
+)
+@click.option("--batch-invariant/--no-batch-invariant", default=True, show_default=True)
+@click.option("--self-test", is_flag=True, help="Plant faults; they must be found and named.")
+@click.option("--json", "as_json", is_flag=True)
+def determinism(
+    dtypes: tuple[str, ...], batch_invariant: bool, self_test: bool, as_json: bool, **engine: Any
+) -> int:
+    """Run alone, crowded, permuted, in small chunks, with cold and warm cache, preempted, without
+    overlap; compare ids and logprobs bitwise. Where they differ, name the first op.
+
+    Leaves with 0 if all is equal (with --self-test: if every planted fault was caught), else 1.
+    """
+    from deepinfer.config import EngineConfig
+
+    configs = [
+        EngineConfig.make(**engine, dtype=dtype, batch_invariant=batch_invariant)
+        for dtype in dtypes
+    ]
+    run = _self_test if self_test else _verify
+    lines = [line for config in configs for line in run(config, as_json)]
+    if as_json:
+        click.echo(json.dumps(lines))
+    return 0 if all(line["ok"] for line in lines) else 1
+
+
+def _verify(config: Any, quiet: bool) -> list[dict[str, Any]]:
+    from deepinfer.testing.determinism import verify as check
+
+    report = check(config, tell=_tell)
+    _wipe()
+    if not quiet:
+        click.secho(report.table(), fg="green" if report.ok else "red")
+        click.echo("equal under every condition" if report.ok else "NOT deterministic")
+    return [
+        {"what": report.title, "condition": f.condition, "ok": f.ok, "finding": str(f)}
+        for f in report.findings
+    ]
+
+
+def _self_test(config: Any, quiet: bool) -> list[dict[str, Any]]:
+    from deepinfer.testing.determinism import caught
+    from deepinfer.testing.determinism import self_test as check
+
+    rows = []
+    for op, finding in check(config, tell=_tell).items():
+        ok = caught(op, finding)
+        rows.append({"what": f"a fault in {op}", "ok": ok, "finding": str(finding)})
+    _wipe()
+    for row in rows if not quiet else ():
+        verdict = "caught" if row["ok"] else "MISSED"
+        click.secho(
+            f"{row['what']} ({config.dtype}): {verdict}: {row['finding']}",
+            fg="green" if row["ok"] else "red",
+        )
+    return rows
+
+
+def _tell(what: str) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{what} ...", nl=False, err=True)
+
+
+def _wipe() -> None:
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K", nl=False, err=True)
