@@ -16,6 +16,7 @@ enum {
     KC = 256,     /* k values per pass when there are many rows; a multiple of GROUP */
     GROUP = 32,   /* k values that share an int8 scale */
     MB = 96,      /* rows of one linear item */
+    AHEAD = 1024, /* bytes that a single pass over a weight fetches ahead */
     PG = 4,       /* panels of one linear item, at most */
     TILE = 64,    /* KV positions of one softmax step */
     SPAN = 256,   /* KV positions of one online softmax; spans are merged in ascending order */

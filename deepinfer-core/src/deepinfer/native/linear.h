@@ -21,26 +21,30 @@ static void linear_item(const linear_args *p, int64_t item) {
     const int64_t kc = p->m <= MR_MAX ? p->k : KC;
     float c[MB * PG * NR] __attribute__((aligned(64)));
 
-    for (int64_t k0 = 0; k0 < p->k; k0 += kc) {
-        for (int64_t q = 0; q < panels; q += 1 << COL_CLASS) {
-            const int width = panels - q < (1 << COL_CLASS) ? (int)(panels - q) : 1 << COL_CLASS;
+    const int wide = p->m <= MR_MAX ? panels : 1 << COL_CLASS; /* few rows: one wide pass */
+    for (int64_t k0 = 0; k0 < p->k; k0 += kc)
+        for (int64_t q = 0; q < panels; q += wide) {
+            const int width = panels - q < wide ? (int)(panels - q) : wide;
+            const int64_t panel = p0 + q;
+            const char *b = (const char *)p->w + (size_t)(panel * kp + k0) * NR * esize, *next;
+            if (p->m <= MR_MAX) next = b + AHEAD;
+            else if (q + wide < panels) next = b + (size_t)(wide * kp * NR) * esize;
+            else if (k0 + kc < p->k)
+                next = b + (size_t)((kc - (panel - p0) * kp) * NR) * esize;
+            else next = (const char *)p->w + (size_t)((p0 + p->group) * kp * NR) * esize;
             for (int64_t t = t0; t < t1; t++) {
                 const int64_t a = t * p->m / tiles_m, mr = (t + 1) * p->m / tiles_m - a;
-                const int64_t panel = p0 + q;
-                const int whole = p->m <= MR_MAX; /* few rows: one wide pass */
+                const int64_t kn = p->k - k0 < kc ? p->k - k0 : kc;
+                const char *ahead = next + (size_t)((t - t0) * kn / (t1 - t0) * NR) * esize;
                 tile_args ta = {
-                    .a = p->x + a * p->k + k0 * mr,
-                    .b = (const char *)p->w + (size_t)(panel * kp + k0) * NR * esize,
-                    .ldb = NR, .pstride = kp * NR,
+                    .a = p->x + a * p->k + k0 * mr, .b = b, .ldb = NR, .pstride = kp * NR,
                     .scales = p->scales + (panel * kp + k0) / GROUP * NR,
-                    .sstride = kp / GROUP * NR,
-                    .k = p->k - k0 < kc ? p->k - k0 : kc,
-                    .c = c + (a - r0) * PG * NR + q * NR, .ldc = PG * NR, .first = k0 == 0};
-                tile_panels(ta, p->wt, (int)mr, whole ? panels : width);
+                    .sstride = kp / GROUP * NR, .k = kn, .ahead = ahead,
+                    .ahead_step = 64 / (t1 - t0), .c = c + (a - r0) * PG * NR + q * NR,
+                    .ldc = PG * NR, .first = k0 == 0};
+                tile_panels(ta, p->wt, (int)mr, width);
             }
-            if (p->m <= MR_MAX) break;
         }
-    }
     for (int64_t r = r0; r < r1; r++)
         for (int64_t j = 0; j < panels * NR; j += VW) {
             const int64_t col = p0 * NR + j, left = p->n - col;

@@ -142,7 +142,9 @@ static const char *op_linear(const arg *a) {
     if (m <= tiles && p.panels >= 16 * threads * PG) p.group = PG;
     const int64_t blocks = (tiles_m + p.row_block - 1) / p.row_block;
     const int64_t items = (p.panels + p.group - 1) / p.group * blocks;
-    parallel(threads_for(threads, m * k * p.n / 4), items, 1, linear_range, &p);
+    /* a thread takes neighbouring items: what it fetches ahead is its own next item */
+    const int64_t run = items / (16 * threads);
+    parallel(threads_for(threads, m * k * p.n / 4), items, run, linear_range, &p);
     if (packed != small) free(packed);
     return NULL;
 }

@@ -12,6 +12,8 @@ typedef struct {
     const uint16_t *scales; /* int8 only: [k / GROUP][NR] per panel, sstride apart */
     int64_t sstride;
     int64_t k;
+    const void *ahead; /* what is read next, laid out as b: fetched into the cache meanwhile, */
+    int64_t ahead_step; /* this many bytes per k (fp32), so that several tiles share the work */
     float *c;
     int64_t ldc;
     int first;        /* start from zero instead of C */
@@ -42,11 +44,11 @@ static const int MR_CLASS[3] = {2, 1, 1};
 INLINE void tile_run(const tile_args *t, const int type, const int cls, const int mr) {
     const int nv = PV << cls;
     const int esize = type == T_BF16 ? 2 : type == T_INT8 ? 1 : 4;
-    const int64_t k = t->k, lda = t->lda;
+    const int64_t k = t->k, lda = t->lda, ahead_step = t->ahead_step;
     const int64_t ldb = (type == T_F32 || type == T_STRIDED ? t->ldb : NR) * esize;
     const int64_t pstride = t->pstride * esize;
     const float *a = t->a;
-    const char *b = (const char *)t->b;
+    const char *b = (const char *)t->b, *ahead = (const char *)t->ahead;
     vf acc[MR_MAX][4 * PV]; /* fixed sizes: only these become registers */
 
 #pragma GCC unroll 16
@@ -55,8 +57,16 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
         for (int v = 0; v < nv; v++)
             acc[i][v] = t->first ? vset(0.0f) : vload(t->c + i * t->ldc + v * VW);
 
-    const int64_t step = type == T_INT8 ? GROUP : k;
+    const int64_t step = type == T_INT8 || type == T_BF16 ? GROUP : k;
     for (int64_t k0 = 0; k0 < k; k0 += step) {
+        if (type == T_INT8 || type == T_BF16) {
+#pragma GCC unroll 4
+            for (int v = 0; v < 1 << cls; v++)
+#pragma GCC unroll 16
+                for (int i = 0; i < GROUP * NR * esize; i += 64)
+                    __builtin_prefetch(ahead + v * pstride + i);
+            ahead += GROUP * NR * esize;
+        }
         vf scale[4 * PV];
         if (type == T_INT8)
 #pragma GCC unroll 16
@@ -75,6 +85,11 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
                 else bv[v] = vload((const float *)p);
             }
             b += ldb;
+            if (type == T_F32) {
+#pragma GCC unroll 4
+                for (int v = 0; v < 1 << cls; v++) __builtin_prefetch(ahead + v * pstride);
+                ahead += ahead_step;
+            }
 #pragma GCC unroll 16
             for (int i = 0; i < mr; i++) {
                 vf av = vset(type == T_STRIDED ? a[i * lda + j] : a[j * mr + i]);
@@ -127,6 +142,7 @@ INLINE void tile_panels(tile_args t, int type, int mr, int panels) {
         tiles[type][cls][mr](&t);
         panels -= 1 << cls;
         t.b = (const char *)t.b + ((size_t)t.pstride << cls) * esize;
+        t.ahead = (const char *)t.ahead + ((size_t)t.pstride << cls) * esize;
         t.scales += t.sstride << cls;
         t.c += NR << cls;
     }
