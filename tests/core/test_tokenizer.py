@@ -208,14 +208,16 @@ def test_sentencepiece_needs_scores(from_gguf):
         from_gguf(meta)
 
 
-def test_sentencepiece_itself_gives_the_same_ids(from_gguf, tmp_path):
+@pytest.fixture
+def trained(tmp_path):
+    """A small SentencePiece model, its file and the lines it was trained on."""
     spm = pytest.importorskip("sentencepiece")
     corpus = tmp_path / "corpus.txt"
     sources = [Path(json.__file__), Path(subprocess.__file__)]
     corpus.write_text("\n".join(path.read_text() for path in sources))
     spm.SentencePieceTrainer.train(
         input=str(corpus),
-        model_prefix=str(tmp_path / "m"),
+        model_prefix=str(tmp_path / "tokenizer"),
         vocab_size=700,
         model_type="bpe",
         byte_fallback=True,
@@ -223,25 +225,45 @@ def test_sentencepiece_itself_gives_the_same_ids(from_gguf, tmp_path):
         remove_extra_whitespaces=False,
         minloglevel=2,
     )
-    model = spm.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    file = tmp_path / "tokenizer.model"
+    return spm.SentencePieceProcessor(model_file=str(file)), file, corpus.read_text().splitlines()
+
+
+def test_sentencepiece_itself_gives_the_same_ids(from_gguf, trained):
+    model, _, lines = trained
     count = model.get_piece_size()
-    kinds = [
-        UNKNOWN if model.is_unknown(i) else CONTROL if model.is_control(i)
-        else BYTE if model.is_byte(i) else NORMAL
-        for i in range(count)
-    ]  # fmt: skip
+
+    def kind(i):
+        if model.is_unknown(i) or model.is_control(i):
+            return UNKNOWN if model.is_unknown(i) else CONTROL
+        return BYTE if model.is_byte(i) else NORMAL
+
     tokenizer = from_gguf(
         sentencepiece_meta()
         | {
             "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in range(count)],
-            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.token_type": [kind(i) for i in range(count)],
             "tokenizer.ggml.scores": [float(model.get_score(i)) for i in range(count)],
         }
     )
-    for line in [*corpus.read_text().splitlines()[:400], "привет  мир 👩", " x", "", "a  b"]:
+    for line in [*lines[:400], "привет  мир 👩", " x", "", "a  b"]:
         ids = model.encode(line)
         assert tokenizer.encode(line, add_special_tokens=False) == ids, line
         assert tokenizer.decode(ids) == model.decode(ids)
+
+
+def test_a_slow_tokenizer_goes_through_transformers(trained):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("google.protobuf")
+    _, file, lines = trained
+    (file.parent / "config.json").write_text('{"model_type": "llama"}')
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "add_bos_token": True}
+    tokenizer = configured(file.parent, **config)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(file.parent))
+    for line in [*lines[:100], "привет мир 👩"]:
+        plain = theirs(line, add_special_tokens=False).input_ids
+        assert tokenizer.encode(line, add_special_tokens=False) == plain
+        assert tokenizer.encode(line) == [1, *plain]
 
 
 @pytest.fixture

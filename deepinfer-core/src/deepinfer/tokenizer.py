@@ -322,7 +322,7 @@ def _through_transformers(directory: Path) -> Any:
         raise TokenizerError(
             f"{directory}: transformers cannot convert {', '.join(found)}: {why}.",
             setting="tokenizer",
-            next_step="Add a tokenizer.json.",
+            next_step="Conversion may need sentencepiece and protobuf; or add a tokenizer.json.",
         ) from why
 
 
