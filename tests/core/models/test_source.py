@@ -52,6 +52,11 @@ def test_a_gguf_file_and_a_directory_with_one(tmp_path):
     file.write_bytes(b"GGUF")
     assert resolve(str(file)) == ModelSource("gguf", file, file, "tiny.gguf")
     assert resolve(str(file.parent)).path == file
+    (file.parent / "config.json").write_text("{}")
+    assert resolve(str(file.parent)).kind == "gguf"
+    (file.parent / "model.safetensors").write_bytes(b"")
+    assert resolve(str(file.parent)).kind == "hf"
+    (file.parent / "model.safetensors").unlink()
     (file.parent / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match=r"2 GGUF files: other\.gguf, tiny\.gguf"):
         resolve(str(file.parent))

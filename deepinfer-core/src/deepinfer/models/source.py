@@ -127,8 +127,8 @@ def _near(path: Path) -> str:
 
 
 def _only_gguf(path: Path, setting: str) -> Path:
-    """A directory that holds no config but exactly one GGUF file means that file."""
-    if path.is_file() or setting != "model" or (path / "config.json").exists():
+    """A directory without safetensors but with exactly one GGUF file means that file."""
+    if path.is_file() or setting != "model" or any(path.glob("*.safetensors")):
         return path
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
