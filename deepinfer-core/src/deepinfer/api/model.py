@@ -53,12 +53,12 @@ class WeightRule:
 
     ``sources`` are checkpoint names with the ``shapes`` they must have; several are joined along
     dimension 0 (``stack`` False: concatenated rows, as fused projections; True: a new leading
-    dimension, as experts); ``view``: the parameter's shape where it is not the joined one (fused
-    experts). ``uses``: the ops that read it; its first name's ``prepare`` is called. A bias, which
-    goes beside a weight, has none and stays a tensor. ``route`` among them says that experts are
-    chosen by what this weight gives: it is never quantised.
-    ``shard``: the dimension that tensor parallelism splits, or None. ``optional``: absent in
-    some checkpoints (a bias); the parameter is then not loaded.
+    dimension); ``view``: the parameter's shape where it is not the joined one (fused experts).
+    ``uses``: the ops that read it, a composite before those it is written in; the first that has a
+    ``prepare`` is asked. A bias, which goes beside a weight, has none and stays a tensor. ``route``
+    among them says that experts are chosen by what this weight gives: it is never quantised.
+    ``shard``: the dimension that tensor parallelism splits, or None. ``optional``: absent in some
+    checkpoints (a bias); the parameter is then not loaded.
     """
 
     parameter: str

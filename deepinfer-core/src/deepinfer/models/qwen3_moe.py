@@ -86,5 +86,6 @@ def expert_rules(config: Qwen3MoeConfig, index: int) -> Iterator[WeightRule]:
     pairs = [(f"{e}.{n}_proj.weight", (inner, hidden)) for e in experts for n in ("gate", "up")]
     downs = [(f"{e}.down_proj.weight", (hidden, inner)) for e in experts]
     yield rule(f"{ours}.router.weight", router, ("linear", "route"))
-    yield rule(f"{ours}.gate_up", pairs, ("grouped_linear",), view=(count, 2 * inner, hidden))
-    yield rule(f"{ours}.down", downs, ("grouped_linear",), view=(count, hidden, inner))
+    uses = ("moe", "grouped_linear")
+    yield rule(f"{ours}.gate_up", pairs, uses, view=(count, 2 * inner, hidden))
+    yield rule(f"{ours}.down", downs, uses, view=(count, hidden, inner))

@@ -52,8 +52,9 @@ def mlp_rules(config: LlamaConfig, index: int) -> Iterator[WeightRule]:
     pair = [f"{theirs}.gate_proj", f"{theirs}.up_proj"]
     weights = [(f"{name}.weight", (inner, hidden)) for name in pair]
     down = [(f"{theirs}.down_proj.weight", (hidden, inner))]
-    yield rule(f"{ours}.gate_up.weight", weights, ("linear",), shard=0)
-    yield rule(f"{ours}.down.weight", down, ("linear",), shard=1)
+    uses = ("linear",) if config.mlp_bias else ("gated_mlp", "linear")
+    yield rule(f"{ours}.gate_up.weight", weights, uses, shard=0)
+    yield rule(f"{ours}.down.weight", down, uses, shard=1)
     if config.mlp_bias:
         biases = [(f"{name}.bias", (inner,)) for name in pair]
         yield rule(f"{ours}.gate_up.bias", biases, (), shard=0)

@@ -20,7 +20,7 @@ from deepinfer.native import ops as native
 from deepinfer.native.weights import PackedWeight, prepare_linear
 from deepinfer.ops import invariant
 from deepinfer.ops.backend import CPUDevice, total_memory
-from deepinfer.ops.table import table
+from deepinfer.ops.table import table as op_table
 
 MAX_HEAD_DIM = 256
 
@@ -46,7 +46,7 @@ class NativeCPUBackend:
             memory_bytes=total_memory(),
             page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
             quantizations=frozenset({"int8"}),
-            invariant=frozenset(table()),
+            invariant=frozenset(op_table()),
             notes={"kernels": loader.describe()},
         )
 
@@ -106,12 +106,12 @@ class Experts(NamedTuple):
 
 
 def _embedding(
-    ids: Tensor, w: PackedWeight | Tensor, *, dtype: torch.dtype, num_threads: int
+    ids: Tensor, table: PackedWeight | Tensor, *, dtype: torch.dtype, num_threads: int
 ) -> Tensor:
     """A table that only ``embedding`` reads was never packed."""
-    if isinstance(w, Tensor):
-        return w[ids]
-    return native.embedding(ids, w, dtype, num_threads=num_threads)
+    if isinstance(table, Tensor):
+        return table[ids]
+    return native.embedding(ids, table, dtype, num_threads=num_threads)
 
 
 def _grouped_linear(

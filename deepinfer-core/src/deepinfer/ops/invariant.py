@@ -22,7 +22,7 @@ from torch import Tensor
 from deepinfer.api.backend import Impl
 from deepinfer.api.ops import SAMPLING
 from deepinfer.ops.reference import moe
-from deepinfer.ops.reference.attention import AttentionPlan
+from deepinfer.ops.reference.attention import AttentionPlan, weigh
 
 ROW_EXACT: Final = frozenset(
     {"embedding", "rope", "plan_attention", "kv_write", "permute", "expand_rows", *SAMPLING}
@@ -47,7 +47,7 @@ def linear(
     y = _tiled(x.float().flatten(0, -2), w.float())
     if bias is not None:
         y += bias.float()
-    return y.view(*x.shape[:-1], -1).to(out_dtype or x.dtype)
+    return y.view(*x.shape[:-1], y.shape[-1]).to(out_dtype or x.dtype)
 
 
 def _tiled(x: Tensor, w: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _attend(
         base = torch.where(best == -torch.inf, 0.0, best)  # −inf − −inf is no number
         weight, keep = torch.exp(scores - base), torch.exp(top - base)
         total = total * keep + row_sum(weight)[..., None]
-        acc = acc * keep + torch.bmm(weight, values[tile])
+        acc = acc * keep + weigh(weight, values[tile], visible)
         top = best
     empty = top == -torch.inf  # not "total == 0": NaN has to come through
     o = torch.where(empty, 0.0, acc / total) + 0.0  # + 0.0 makes every zero positive

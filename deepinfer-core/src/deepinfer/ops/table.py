@@ -85,9 +85,10 @@ class OpSet:
         raise AttributeError(f"the op table has no op {name!r}")
 
     def prepare(self, weight: Any, uses: tuple[str, ...]) -> Any:
-        """A loaded weight into what the ops that read it take; the first use decides.
+        """A loaded weight into what the ops that read it take.
 
+        The first use that has a ``prepare`` decides: a composite before the ops it is written in.
         Without uses (a bias, which goes beside a weight) it stays a tensor.
         """
-        prepare = self._prepare.get(uses[0]) if uses else None
+        prepare = next((self._prepare[name] for name in uses if name in self._prepare), None)
         return weight if prepare is None else prepare(weight, frozenset(uses))

@@ -144,18 +144,30 @@ def _attend(
     grouped = q.float().view(n, t, kv_heads, -1, dim).permute(0, 2, 1, 3, 4)
     group = grouped.shape[3]
     keys, values = k.float().transpose(1, 2), v.float().transpose(1, 2)
-    unseen = ~visible.any(1)
-    if bool(unseen.any()):  # a cache line that was never written may hold NaN; 0 · NaN is NaN
-        values = values.masked_fill(unseen[:, None, :, None], 0.0)
     scores = grouped.reshape(n, kv_heads, t * group, dim) @ keys.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    hidden = ~visible[:, None, :, None, :].expand(n, kv_heads, t, group, -1)
-    scores = scores.masked_fill(hidden.reshape(scores.shape), -torch.inf)
+    shape = (n, kv_heads, t, group, visible.shape[-1])
+    seen = visible[:, None, :, None, :].expand(shape).reshape(scores.shape)
+    scores = scores.masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.clamp(min=torch.finfo(torch.float32).min)[..., None])
-    o = (weights @ values).view(n, kv_heads, t, group, dim).permute(0, 2, 1, 3, 4)
+    o = weigh(weights, values, seen).view(n, kv_heads, t, group, dim).permute(0, 2, 1, 3, 4)
     return (
         o.reshape(n, t, heads, dim),
         lse.view(n, kv_heads, t, group).permute(0, 2, 1, 3).reshape(n, t, heads),
     )
+
+
+def weigh(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """``weights @ values``, where a value that is no number shows only in rows that see it.
+
+    The weight of an unseen value is 0, but 0 · NaN is NaN, and a cache line that was never written
+    may hold anything. weights and visible [..., r, s], values [..., s, D].
+    """
+    o = weights @ values
+    if not bool(o.isnan().any()):
+        return o
+    finite = values.isfinite()
+    touched = visible.float() @ (~finite).float() > 0
+    return (weights @ torch.where(finite, values, 0.0)).masked_fill(touched, torch.nan)

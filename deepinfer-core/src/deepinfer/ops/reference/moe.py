@@ -104,7 +104,7 @@ def moe(
     rows = ops.grouped_linear(hidden, down, offsets, torch.float32)
     slots = torch.empty_like(rows)
     slots[order] = rows
-    slots = slots.view(tokens, k, -1)
+    slots = slots.view(tokens, k, rows.shape[-1])
     total = slots[:, 0] * weights[:, :1]
     for slot in range(1, k):
         total = total + slots[:, slot] * weights[:, slot : slot + 1]
