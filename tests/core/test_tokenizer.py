@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from deepinfer.errors import TokenizerError
+from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.models.gguf_tokenizer import _SPLITS
 from deepinfer.models.source import ModelSource, resolve
 from deepinfer.tokenizer import Tokenizer, TokenizerParts, load_tokenizer
@@ -351,8 +351,12 @@ def test_ids_outside_the_vocabulary(directory):
     assert tokenizer.decode([9999]) == ""
     with pytest.raises(TokenizerError, match="cannot be decoded"):
         tokenizer.decode([-1])
-    with pytest.raises(TokenizerError, match="cannot be encoded"):
-        tokenizer.encode(None)
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", None, 3])
+def test_what_is_no_text_fails_its_own_request(text):
+    with pytest.raises(InvalidRequestError, match="cannot be encoded"):
+        PLAIN.encode(text)
 
 
 @given(st.text(max_size=20))

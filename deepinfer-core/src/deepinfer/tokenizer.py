@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from deepinfer.errors import TokenizerError
+from deepinfer.errors import InvalidRequestError, TokenizerError
 
 if TYPE_CHECKING:
     from deepinfer.models.source import ModelSource
@@ -120,13 +120,18 @@ class Tokenizer:
         """The ids of a text; special tokens written out in it are recognised.
 
         Templated chat text already holds its special tokens: pass ``add_special_tokens=False``.
+
+        Raises:
+            InvalidRequestError: this is no text (half of a surrogate pair, say).
         """
         try:
             if not add_special_tokens or self._parts.prefix is None:
                 return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
             ids = self._inner.encode(text, add_special_tokens=False).ids
         except (TypeError, ValueError) as why:
-            raise TokenizerError(f"This text cannot be encoded: {why}.", setting="prompt") from why
+            raise InvalidRequestError(
+                f"This text cannot be encoded: {why}.", setting="prompt"
+            ) from why
         return [*self._parts.prefix, *ids, *self._parts.suffix]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
