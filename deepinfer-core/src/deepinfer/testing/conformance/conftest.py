@@ -54,8 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``dtype`` runs over the activation types that the backend names."""
     kit = kit_of(metafunc.config)
     if "dtype" in metafunc.fixturenames:
-        usable = kit.availability.state == "usable"
-        metafunc.parametrize("dtype", kit.dtypes if usable else ("float32",))
+        metafunc.parametrize("dtype", kit.dtypes)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -62,6 +62,8 @@ class Kit:
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
         """Names of the activation types to examine."""
+        if self.availability.state != "usable":
+            return ("float32",)
         return self._dtypes or tuple(sorted(self.backend.facts().dtypes & set(DTYPES)))
 
     def context(
@@ -77,8 +79,17 @@ class Kit:
             head_dim=head_dim,
         )
 
+    def invariant_ops(self) -> set[str]:
+        """What it provides for an invariant engine; nothing where it cannot run."""
+        if self.availability.state != "usable":
+            return set()
+        return {op for d in self.dtypes for op in self.backend.provide(self.context(d, True))}
+
     def _op_set(self, dtype: str, invariant: bool = False, head_dim: int | None = None) -> OpSet:
-        return build_ops(self.backend, self.context(dtype, invariant, head_dim))
+        ctx = self.context(dtype, invariant, head_dim)
+        if invariant:  # a backend may claim some ops only; an engine would refuse it as a whole
+            return OpSet(self.backend.provide(ctx), self.name, ctx)
+        return build_ops(self.backend, ctx)
 
     def run(self, dtype: str, invariant: bool = False, head_dim: int | None = None) -> Run:
         """The backend's ops on its device."""

@@ -18,12 +18,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each case and dtype; the name ends in the dtype where there is a choice."""
     if "case" not in metafunc.fixturenames:
         return
-    dtypes = kit_of(metafunc.config).dtypes
+    kit = kit_of(metafunc.config)
+    dtypes, ops = kit.dtypes, set(OP_NAMES)
+    if metafunc.function is test_invariant_op_matches_reference:
+        ops = kit.invariant_ops()
     chosen = [
         pytest.param(c, d, id=f"{c.op}-{c.name}" + f"-{d}" * (len(c.dtypes) > 1))
         for c in CASES
         for d in c.dtypes
-        if d in dtypes or len(c.dtypes) == 1
+        if c.op in ops and (d in dtypes or len(c.dtypes) == 1)
     ]
     metafunc.parametrize("case, precision", chosen)
 
@@ -41,7 +44,16 @@ def answer(case: Case, run: Run) -> Any:
 
 def test_op_matches_reference(kit: Kit, case: Case, precision: str) -> None:
     """Same inputs, same answer: exactly, or within the two tolerances of ``compare.py``."""
-    run = kit.run(precision, head_dim=case.head_dim)
+    compare(kit.run(precision, head_dim=case.head_dim), case, precision)
+
+
+def test_invariant_op_matches_reference(kit: Kit, case: Case, precision: str) -> None:
+    """The same of what an invariant engine gets."""
+    compare(kit.run(precision, True, case.head_dim), case, precision)
+
+
+def compare(run: Run, case: Case, precision: str) -> None:
+    """Run a case on the backend and on the references."""
     got = tensors(answer(case, run))
     want = tensors(answer(case, reference_run(precision)))
     bound = tolerance(case.op, precision)

@@ -1,0 +1,1 @@
+"""A small third-party backend for DeepInfer. The window is ``plugin``."""
