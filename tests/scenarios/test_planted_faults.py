@@ -138,3 +138,22 @@ def test_a_token_that_the_device_did_not_draw():
             return out
 
     assert caught(executor_type=Sloppy)
+
+
+def test_a_request_that_waits_for_a_page_nobody_makes(monkeypatch):
+    monkeypatch.setattr(cache.KVCache, "_retract", lambda self, r: None)
+    assert caught()
+
+
+def test_a_slot_that_comes_back_with_rows_in_flight(monkeypatch):
+    right = cache.KVCache.settle
+
+    def settle(self, r):
+        flying, r.in_flight = r.in_flight, ()
+        try:
+            return right(self, r)
+        finally:
+            r.in_flight = flying
+
+    monkeypatch.setattr(cache.KVCache, "settle", settle)
+    assert caught()

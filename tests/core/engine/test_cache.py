@@ -92,9 +92,45 @@ def test_a_preempted_request_is_not_hashed_again(lab, monkeypatch):
     assert len(calls) == len(set(calls))
 
 
-def cache_and_request(lab, **options):
+def test_requests_that_come_together_compute_their_prefix_once(lab):
+    engine = lab.engine()
+    for i in range(4):
+        engine.add(lab.request(f"r{i}", PROMPT, max_tokens=4, seed=i))
+    engine.add(lab.request("other", PROMPT[::-1], max_tokens=4))
+    engine.step()
+    assert [r.id for r in engine.scheduler.running] == ["r0", "other"]
+    lab.run(engine)
+    assert engine.counters.prompt_tokens == 13 + 3 * 1 + 13
+
+
+def test_a_short_common_beginning_is_not_waited_for(lab):
+    engine = lab.engine(FakeScript(num_pages=64))
+    for i in range(3):
+        engine.add(lab.request(f"r{i}", (*PROMPT[:4], *[i + 1] * 20), max_tokens=4))
+    engine.step()
+    assert len(engine.scheduler.running) == 3
+
+
+@pytest.mark.parametrize("end", ["abort", "reset"])
+def test_who_waits_for_a_prefix_is_not_forgotten(lab, end):
+    engine = lab.engine(config={"max_num_batched_tokens": 4})
+    for i in range(3):
+        engine.add(lab.request(f"r{i}", PROMPT, max_tokens=20, arrival=i))
+    engine.step()
+    assert [r.id for r in engine.scheduler.waiting] == ["r1", "r2"]
+    if end == "abort":
+        engine.abort("r0")
+    else:
+        engine.reset_prefix_cache()
+    for _ in range(12):
+        engine.step()
+    assert not engine.scheduler.waiting
+    lab.run(engine)
+
+
+def cache_and_request(lab, prompt=PROMPT):
     cache = KVCache(FakeScript(num_pages=6).facts(), num_slots=2)
-    request = lab.request(prompt=PROMPT, **options)
+    request = lab.request(prompt=prompt)
     return cache, RequestState(request, OutputState(request, None))
 
 
@@ -115,7 +151,7 @@ def test_settle_waits_for_rows_and_transfers(lab):
 def test_no_room_leaves_nothing_behind(lab):
     cache, r = cache_and_request(lab)
     cache.admit(r)
-    other = RequestState(r.request, r.output)
+    _, other = cache_and_request(lab, PROMPT[::-1])
     assert cache.admit(other) is Admission.NO_ROOM
     assert other.pages == [] and other.slot == -1 and cache.pool.free == 2
 

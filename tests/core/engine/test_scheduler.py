@@ -169,6 +169,14 @@ def test_a_planner_decides_how_many_drafts_run(lab):
     assert planner.seen == len(plans)
 
 
+def test_drafts_are_counted(lab):
+    engine, plans = watched(lab, FakeScript(draft_len=2))
+    engine.add(lab.request(max_tokens=20))
+    metrics = lab.run(engine)["r"][1].metrics
+    assert metrics.accepted == metrics.output_tokens - len(plans)
+    assert metrics.accepted <= metrics.drafted == 2 * (len(plans) - 1)
+
+
 def test_a_steady_batch_reuses_its_rows(lab):
     engine, plans = watched(lab)
     for i in range(3):

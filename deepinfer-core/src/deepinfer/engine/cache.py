@@ -26,7 +26,7 @@ class Admission(Enum):
 
     ENTERS = "it has a slot and pages for its whole text"
     LOADS = "the same, and KV is on its way into them: rows come later"
-    ASK_AGAIN = "a store does not know yet what it holds; others may pass"
+    ASK_AGAIN = "its prefix is being computed or looked for; others may pass"
     NO_ROOM = "not now"
 
 
@@ -57,6 +57,7 @@ class KVCache:
         self.stores = tuple(stores)
         self._replay = facts.kv.replay
         self._moves: list[_Move] = []
+        self._coming: dict[bytes, RequestState] = {}
 
     # Room.
 
@@ -71,10 +72,13 @@ class KVCache:
         """
         found = self._match(r) if self._may_hit(r) else 0
         loads, ask_again = self._ask_stores(r, found)
+        if loads is None and not ask_again:
+            ask_again = self._soon_here(r, found)
         if ask_again or not self.reserve(r, len(r.tokens)):
             self._release(r)
             return Admission.ASK_AGAIN if ask_again else Admission.NO_ROOM
         r.slot = self.slots.pop()
+        self._announce(r, found)
         if loads is not None:
             self._load(r, loads, found)
             return Admission.LOADS
@@ -116,6 +120,7 @@ class KVCache:
         return True
 
     def _release(self, r: RequestState) -> None:
+        self._retract(r)
         self.pool.release(reversed(r.pages))
         r.pages = []
         r.chain.nodes = []
@@ -131,15 +136,19 @@ class KVCache:
         parent = nodes[-1] if nodes else self.pool.root(r.request.cache_salt)
         for i in range(len(nodes), min(written // self.page_size, len(r.pages))):
             tokens = self._page_tokens(r, i)
-            node = self.pool.insert(parent, self._digest(r, i, tokens), tokens, r.pages[i])
+            digest = self._digest(r, i, tokens)
+            node = self.pool.insert(parent, digest, tokens, r.pages[i])
             if node is None:
+                self._retract(r)
                 return
+            self._coming.pop(digest, None)
             nodes.append(node)
             parent = node
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes; requests that run keep their pages, stores what they have."""
         self.pool.clear()
+        self._coming.clear()
 
     def _may_hit(self, r: RequestState) -> bool:
         return self.caching and not r.output.wants_prompt
@@ -174,6 +183,30 @@ class KVCache:
         parent = digests[-1] if digests else self.pool.root(r.request.cache_salt).digest
         digests.append(self.pool.hash_page(parent, tokens))
         return digests[i]
+
+    # Prefixes in the making. Requests that come together (samples of one prompt, a common system
+    # prompt) would all compute the same; so one does, and the others ask again.
+
+    def _announce(self, r: RequestState, found: int) -> None:
+        """An admitted request will compute these pages of its text."""
+        if self.caching:
+            for i in range(found, len(r.tokens) // self.page_size):
+                self._coming.setdefault(self._digest(r, i, self._page_tokens(r, i)), r)
+
+    def _retract(self, r: RequestState) -> None:
+        """It will not, or no longer."""
+        for digest in r.chain.digests[len(r.chain.nodes) :]:
+            if self._coming.get(digest) is r:
+                del self._coming[digest]
+
+    def _soon_here(self, r: RequestState, found: int) -> bool:
+        """Others are about to compute at least half of what ``r`` lacks: waiting is cheaper."""
+        if not self._may_hit(r):
+            return False
+        soon, end = found, (len(r.tokens) - 1) // self.page_size
+        while soon < end and self._digest(r, soon, self._page_tokens(r, soon)) in self._coming:
+            soon += 1
+        return soon > found and 2 * (soon - found) >= end - found
 
     # Tiers and peers.
 
@@ -244,6 +277,7 @@ class KVCache:
     def check_integrity(self, holders: Iterable[RequestState]) -> None:
         """References are exactly what these requests hold; nothing is lost or held twice."""
         everyone = {*holders, *self.leaving}
+        assert everyone.issuperset(self._coming.values()), "a page is announced by nobody"
         self.pool.check(Counter(page for r in everyone for page in r.pages))
         taken = [r.slot for r in everyone if r.slot >= 0]
         assert len(set(taken)) == len(taken), "two requests in one slot"

@@ -163,6 +163,7 @@ class Scheduler:
         Only pages whose tokens are emitted and whose KV this step has written are published.
         """
         drafts = None if out.drafts is None else out.drafts.tolist()
+        counts = out.counts.tolist() if drafts else []
         cache, page_size = self.cache, self.cache.page_size
         for i, r in enumerate(planned):
             lo, hi, written = r.in_flight.popleft()
@@ -171,9 +172,12 @@ class Scheduler:
             if r.status is not Status.FINISHED:
                 if written < 0:
                     written = len(r.tokens) - 1  # the last token has no KV yet
+                    if drafts and counts[i]:
+                        r.output.metrics.drafted += len(r.drafts)
+                        r.output.metrics.accepted += counts[i] - 1
                 if written >= (len(r.chain.nodes) + 1) * page_size:
                     cache.publish(r, written)
-                if drafts is not None:
+                if drafts:
                     r.drafts = drafts[i]
             if r.status is not Status.RUNNING:
                 cache.settle(r)
@@ -214,24 +218,26 @@ class Scheduler:
         if not self._sorted:
             self.waiting = checked_order(self.policy, self.waiting)
             self._sorted = True
-        entered: set[RequestState] = set()
+        seen, passed = 0, list[RequestState]()
         for r in self.waiting:
             if not self.cache.slots or not build.may_prefill:
                 break
+            if len(passed) >= self.config.max_num_seqs:
+                break  # enough are about to enter; a long queue is not walked in every step
             if r.status is not Status.WAITING:
                 break  # preempted, and something of it is still on its way
             admission = self.cache.admit(r)
             if admission is Admission.NO_ROOM:
                 break
+            seen += 1
             if admission is Admission.ASK_AGAIN:
-                continue
-            entered.add(r)
-            if admission is Admission.LOADS:
+                passed.append(r)
+            elif admission is Admission.LOADS:
                 self.loading.append(r)
             else:
                 self._enter(build, r)
-        if entered:
-            self.waiting = [r for r in self.waiting if r not in entered]
+        if len(passed) < seen:
+            self.waiting = passed + self.waiting[seen:]
 
     def _enter(self, build: PlanBuilder, r: RequestState) -> None:
         """It has a slot and pages for its whole text: run what the budget allows."""

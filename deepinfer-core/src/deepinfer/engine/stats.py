@@ -1,4 +1,4 @@
-"""What the engine counts and whom it tells: :class:`Recorder`, with cumulative :class:`Counters`."""
+"""What the engine counts and whom it tells: :class:`Recorder`, with its :class:`Counters`."""
 
 from __future__ import annotations
 
