@@ -56,16 +56,16 @@ class Prepared:
     requests: tuple[Request, ...]
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """All prompts, and whether the caller gave just one. A flat list of ids is one prompt."""
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """All prompts; a flat list of ids is one."""
     if isinstance(prompts, str | Mapping):
-        return [prompts], True
+        return [prompts]
     if not isinstance(prompts, Iterable):
         raise _no_prompt(prompts)
     items = list(prompts)
     if items and all(_is_id(item) for item in items):
-        return [items], True  # type: ignore[list-item]
-    return items, False  # type: ignore[return-value]
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
 
 
 def one_each(name: str, values: Any, single: type | tuple[type, ...], count: int) -> list[Any]:

@@ -19,7 +19,7 @@ from deepinfer.entrypoints.assemble import Assembly, assemble
 from deepinfer.entrypoints.driver import Driver
 from deepinfer.entrypoints.inputs import Message, Prepared, Prompt, as_list, one_each, shown
 from deepinfer.entrypoints.outputs import Gathering, RequestOutput, failed_output
-from deepinfer.errors import InvalidRequestError
+from deepinfer.errors import ConfigError, InvalidRequestError
 from deepinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class LLM:
             KeyboardInterrupt: all requests of this call are gone then, the engine is usable.
         """
         self._driver.check()
-        asked, single = as_list(prompts)
+        asked = as_list(prompts)
         params = one_each("sampling_params", sampling_params, SamplingParams, len(asked))
         ranks = one_each("priority", priority, int, len(asked))
         first = next(self._ids)
@@ -164,10 +164,13 @@ class LLM:
                 wish = self.get_default_sampling_params() if wish is None else wish
                 call.take(i, self.assembly.preparer.prepare(name, prompt, wish, rank or 0))
             except InvalidRequestError as why:
-                if single or len(asked) == 1:
+                if len(asked) == 1:
                     raise
                 call.refuse(i, name, prompt, why)
-        return self._run(call, use_tqdm)
+        outputs = self._run(call, use_tqdm)
+        if len(outputs) == 1 and isinstance(outputs[0].error, InvalidRequestError | ConfigError):
+            raise outputs[0].error  # refused by the engine, not broken while it ran
+        return outputs
 
     def chat(
         self,
