@@ -17,6 +17,12 @@ typedef struct {
     float s[ROWS * TILE] __attribute__((aligned(64)));
 } attn_scratch;
 
+/* Where the K and V rows of a tile lie: positions [lo, hi), zeros beside, rounded out to 16. */
+typedef struct {
+    const char *k[TILE], *v[TILE];
+    int lo, hi;
+} tile_rows;
+
 INLINE int64_t kv_length(const attn_args *p, int64_t b) {
     return p->len64 ? ((const int64_t *)p->kv_len)[b] : ((const int32_t *)p->kv_len)[b];
 }
@@ -48,7 +54,20 @@ INLINE __m256 load8(const char *p, int dt, int64_t i) {
 INLINE void transpose8(const char *const *row, int dt, int64_t i, float *kt) {
     __m256 a[8], b[8];
 #pragma GCC unroll 8
-    for (int r = 0; r < 8; r++) a[r] = load8(row[r], dt, i);
+    for (int r = 0; r < 4; r++) {
+        /* halves of rows r and r + 4 side by side: the loads do the crossing */
+        if (dt == DT_F32) {
+            const float *p = (const float *)row[r] + i, *q = (const float *)row[r + 4] + i;
+            a[r] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)),
+                                        _mm_loadu_ps(q), 1);
+            a[r + 4] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p + 4)),
+                                            _mm_loadu_ps(q + 4), 1);
+        } else {
+            __m256 p = load8(row[r], dt, i), q = load8(row[r + 4], dt, i);
+            a[r] = _mm256_permute2f128_ps(p, q, 0x20);
+            a[r + 4] = _mm256_permute2f128_ps(p, q, 0x31);
+        }
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < 8; r += 2) {
         b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
@@ -61,84 +80,89 @@ INLINE void transpose8(const char *const *row, int dt, int64_t i, float *kt) {
         a[r + 2] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0x44);
         a[r + 3] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0xee);
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++) {
-        _mm256_storeu_ps(kt + (i + r) * TILE, _mm256_permute2f128_ps(a[r], a[r + 4], 0x20));
-        _mm256_storeu_ps(kt + (i + r + 4) * TILE, _mm256_permute2f128_ps(a[r], a[r + 4], 0x31));
-    }
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++) _mm256_storeu_ps(kt + (i + r) * TILE, a[r]);
 }
 #endif
 
-/* K rows to kt[d][TILE] (positions [lo, hi) rounded out to 16, zero beside) and V rows to v. */
-static void load_tile(const attn_args *p, const attn_item *it, int64_t base, int lo, int hi,
-                      attn_scratch *w) {
+static void locate(const attn_args *p, const attn_item *it, int64_t base, tile_rows *t) {
     static const float zeros[MAX_D];
-    const size_t es = elem_size(p->cache_dt);
-    const int64_t d = p->d, dp = padded(d);
+    const size_t row = (size_t)(p->hkv * p->d) * elem_size(p->cache_dt);
     const int32_t *table = p->table + it->request * p->max_pages;
-    const char *k[TILE], *v[TILE];
-    const int from = lo / NR * NR, to = (hi + NR - 1) / NR * NR;
-    for (int j = from; j < to; j++) {
-        const int64_t pos = base + j, slot = pos / p->page;
-        k[j] = v[j] = (const char *)zeros;
-        if (j < lo || j >= hi || slot >= p->max_pages) continue;
-        const int64_t page = table[slot];
-        if (page < 0 || page >= p->pages) continue;
-        const size_t off =
-            (size_t)(((page * p->page + pos % p->page) * p->hkv + it->kv_head) * d) * es;
-        k[j] = (const char *)p->k_cache + off;
-        v[j] = (const char *)p->v_cache + off;
+    for (int j = t->lo / NR * NR; j < t->lo; j++) t->k[j] = t->v[j] = (const char *)zeros;
+    for (int j = t->hi; j % NR; j++) t->k[j] = t->v[j] = (const char *)zeros;
+    for (int j = t->lo, n; j < t->hi; j += n) {
+        const int64_t slot = (base + j) / p->page, at = (base + j) % p->page;
+        const int64_t page = slot < p->max_pages ? table[slot] : -1;
+        n = p->page - at < t->hi - j ? (int)(p->page - at) : t->hi - j;
+        const int known = page >= 0 && page < p->pages;
+        const size_t off = (size_t)((page * p->page + at) * p->hkv + it->kv_head) *
+                           (size_t)p->d * elem_size(p->cache_dt);
+        for (int i = 0; i < n; i++) {
+            t->k[j + i] = known ? (const char *)p->k_cache + off + i * row : (const char *)zeros;
+            t->v[j + i] = known ? (const char *)p->v_cache + off + i * row : (const char *)zeros;
+        }
     }
-    for (int j = from; j < to; j += 8) {
+}
+
+/* K rows to kt[d][TILE]; meanwhile the next tile's rows are fetched into the cache. */
+static void load_keys(const attn_args *p, const tile_rows *t, const tile_rows *next, float *kt) {
+    const int64_t d = p->d, bytes = d * (int64_t)elem_size(p->cache_dt);
+    for (int j = t->lo / NR * NR; j < t->hi; j += 8) {
         int64_t i = 0;
 #if ISA
-        for (; i + 8 <= d; i += 8) transpose8(k + j, p->cache_dt, i, w->kt + j);
+        for (; i + 8 <= d; i += 8) transpose8(t->k + j, p->cache_dt, i, kt + j);
 #endif
         for (; i < d; i++)
             for (int r = 0; r < 8; r++)
-                w->kt[i * TILE + j + r] = p->cache_dt == DT_F32
-                                              ? ((const float *)k[j + r])[i]
-                                              : bf16_to_f32(((const uint16_t *)k[j + r])[i]);
+                kt[i * TILE + j + r] = p->cache_dt == DT_F32
+                                           ? ((const float *)t->k[j + r])[i]
+                                           : bf16_to_f32(((const uint16_t *)t->k[j + r])[i]);
+        for (int r = j; r < j + 8 && r < next->hi; r++)
+            for (int64_t o = 0; r >= next->lo && o < bytes; o += 64) {
+                __builtin_prefetch(next->k[r] + o);
+                __builtin_prefetch(next->v[r] + o);
+            }
     }
-    for (int j = lo; j < hi; j++)
-        for (int64_t i = 0; i < d; i += VW)
-            vstore_n(w->v + j * dp, DT_F32, i, dp - i, vload_n(v[j], p->cache_dt, i, d - i));
 }
 
-/* Scores of one row in place to probabilities; returns their sum, moves *m, sets *alpha. */
-INLINE float softmax_row(const attn_args *p, float *s, int lo, int hi, float *m, float *alpha) {
-    static const float iota[VW] = {0, 1, 2, 3,
-#if VW > 4
-                                   4, 5, 6, 7,
-#endif
-#if VW > 8
-                                   8, 9, 10, 11, 12, 13, 14, 15
-#endif
-    };
+static void load_values(const attn_args *p, const tile_rows *t, float *v) {
+    const int64_t d = p->d, dp = padded(d);
+    for (int j = t->lo; j < t->hi; j++)
+        for (int64_t i = 0; i < dp; i += VW)
+            vstore(v + j * dp + i, i < d ? vload_n(t->v[j], p->cache_dt, i, d - i) : vset(0.0f));
+}
+
+static const float iota[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* Scores of one row, scaled, capped and masked in place; returns the highest. */
+INLINE float score_row(const attn_args *p, float *s, int lo, int hi) {
     const vf scale = vset((float)p->scale), ninf = vset(-INFINITY);
-    vf x[LV], top = ninf;
+    vf top = ninf;
 #pragma GCC unroll 16
     for (int i = 0; i < LV; i++) {
-        x[i] = vload(s + i * VW) * scale;
+        vf x = vload(s + i * VW) * scale;
         if (p->softcap > 0.0) { /* cap * tanh(x / cap) */
             const vf cap = vset((float)p->softcap), two = vset(2.0f), one = vset(1.0f);
-            x[i] = cap * (one - two / (vexp(x[i] / cap * two) + one));
+            x = cap * (one - two / (vexp(x / cap * two) + one));
         }
         if (lo > 0 || hi < TILE) {
             vf at = vload(iota) + vset((float)(i * VW));
-            x[i] = vsel_gt(vset((float)hi), at, x[i], ninf);
-            x[i] = vsel_gt(vset((float)lo), at, ninf, x[i]);
+            x = vsel_gt(vset((float)hi), at, x, ninf);
+            x = vsel_gt(vset((float)lo), at, ninf, x);
         }
-        top = vmax(x[i], top);
+        vstore(s + i * VW, x);
+        top = vmax(x, top);
     }
-    const float old = *m, row = lanes_max(top), now = row > old ? row : old;
-    float e[VW];
-    vstore(e, vexp(vset(old - now)));
-    *alpha = old == -INFINITY ? 0.0f : e[0];
-    *m = now;
+    return lanes_max(top);
+}
+
+/* Scores to exp(score - m) in place; returns their sum. */
+INLINE float exp_row(float *s, float m) {
+    vf x[LV];
 #pragma GCC unroll 16
     for (int i = 0; i < LV; i++) {
-        x[i] = vexp(x[i] - vset(now));
+        x[i] = vexp(vload(s + i * VW) - vset(m));
         vstore(s + i * VW, x[i]);
     }
     return lanes_sum(x);
@@ -148,50 +172,89 @@ INLINE void scale_row(float *o, int64_t dp, float f) {
     for (int64_t i = 0; i < dp; i += VW) vstore(o + i, vload(o + i) * vset(f));
 }
 
+/* One tile's scores to weights; moves m, l and o of every row that sees something. */
+static void softmax_tile(const attn_args *p, const int *lo, const int *hi, int64_t rows, float *s,
+                         softmax_state *st, int64_t dp) {
+    float fade[(ROWS + 15) / 16 * 16];
+    for (int64_t r = 0; r < rows; r++) {
+        fade[r] = 0.0f;
+        if (lo[r] >= hi[r]) continue;
+        const float old = st->m[r], top = score_row(p, s + r * TILE, lo[r], hi[r]);
+        st->m[r] = top > old ? top : old;
+        fade[r] = old == st->m[r] ? 0.0f : old - st->m[r];
+    }
+    for (int64_t r = rows; r % VW; r++) fade[r] = 0.0f;
+    for (int64_t r = 0; r < rows; r += VW) vstore(fade + r, vexp(vload(fade + r)));
+    for (int64_t r = 0; r < rows; r++) {
+        if (lo[r] >= hi[r]) continue;
+        const float sum = exp_row(s + r * TILE, st->m[r]);
+        st->l[r] = st->l[r] * fade[r] + sum;
+        if (fade[r] != 1.0f) scale_row(st->o + r * dp, dp, fade[r]);
+    }
+}
+
+/* o of n rows with equal bounds += weights * V, from the copy in v or, without one, the cache. */
+static void add_values(const attn_args *p, const tile_rows *t, const float *s, int lo, int hi,
+                       int n, const float *v, float *o, int64_t dp) {
+    const int64_t row = p->hkv * p->d * 4;
+    for (int j = lo, run; j < hi; j += run) {
+        for (run = 1; !v && j + run < hi && t->v[j + run] == t->v[j] + run * row;) run++;
+        if (v) run = hi - lo;
+        tile_args ta = {.a = s + j, .lda = TILE, .b = v ? (const void *)(v + j * dp) : t->v[j],
+                        .ldb = v ? dp : p->hkv * p->d, .pstride = NR, .k = run, .c = o, .ldc = dp,
+                        .first = 0};
+        tile_panels(ta, T_STRIDED, n, (int)(dp / NR));
+    }
+}
+
+/* What the item's rows see of the tile at `base`, and where it lies. */
+static void open_tile(const attn_args *p, const attn_item *it, int64_t base, tile_rows *t) {
+    const int64_t first = row_position(p, it->request, it->row);
+    const int64_t high = first + it->rows - base, low = first + 1 - p->window - base;
+    t->hi = high < 0 ? 0 : high > TILE ? TILE : (int)high;
+    t->lo = p->window == 0 || low < 0 ? 0 : low > TILE ? TILE : (int)low;
+    if (t->lo >= t->hi) t->lo = t->hi = 0;
+    else locate(p, it, base, t);
+}
+
 /* One span of one item into st; rows that see nothing in it end with l = 0. */
 static void attend_span(const attn_args *p, const attn_item *it, int64_t span, attn_scratch *w,
                         softmax_state *st) {
     const int64_t dp = padded(p->d), rows = it->rows * it->heads;
     const int64_t first = row_position(p, it->request, it->row);
+    const int copy = rows > MR_MAX || p->cache_dt != DT_F32 || p->d != dp;
+    tile_rows at[2];
     for (int64_t r = 0; r < rows; r++) st->m[r] = -INFINITY, st->l[r] = 0.0f;
     memset(st->o, 0, (size_t)(rows * dp) * sizeof(float));
-    for (int64_t base = span * SPAN; base < (span + 1) * SPAN; base += TILE) {
-        int lo[ROWS], hi[ROWS], low = TILE, high = 0;
+    open_tile(p, it, span * SPAN, &at[0]);
+    for (int64_t base = span * SPAN, i = 0; base < (span + 1) * SPAN; base += TILE, i++) {
+        const tile_rows *t = &at[i % 2];
+        open_tile(p, it, base + TILE, &at[(i + 1) % 2]);
+        if (t->lo >= t->hi) continue;
+        int lo[ROWS], hi[ROWS];
         for (int64_t r = 0; r < rows; r++) {
-            const int64_t pos = first + r / it->heads;
-            const int64_t h = pos + 1 - base, l = p->window > 0 ? h - p->window : 0;
+            const int64_t h = first + r / it->heads + 1 - base, l = p->window ? h - p->window : 0;
             hi[r] = h < 0 ? 0 : h > TILE ? TILE : (int)h;
             lo[r] = l < 0 ? 0 : l > TILE ? TILE : (int)l;
-            if (lo[r] >= hi[r]) continue;
-            if (lo[r] < low) low = lo[r];
-            if (hi[r] > high) high = hi[r];
         }
-        if (low >= high) continue;
-        load_tile(p, it, base, low, high, w);
-        const int from = low / NR, panels = (high + NR - 1) / NR - from;
+        load_keys(p, t, &at[(i + 1) % 2], w->kt);
+        if (copy) load_values(p, t, w->v);
+        const int from = t->lo / NR, panels = (t->hi + NR - 1) / NR - from;
         const int64_t tiles_r = (rows + MR_MAX - 1) / MR_MAX;
-        for (int64_t t = 0; t < tiles_r; t++) {
-            const int64_t a = t * rows / tiles_r, mr = (t + 1) * rows / tiles_r - a;
+        for (int64_t c = 0; c < tiles_r; c++) {
+            const int64_t a = c * rows / tiles_r, mr = (c + 1) * rows / tiles_r - a;
             tile_args ta = {.a = w->q + a * dp, .lda = dp, .b = w->kt + from * NR, .ldb = TILE,
                             .pstride = NR, .k = p->d, .c = w->s + a * TILE + from * NR,
                             .ldc = TILE, .first = 1};
             tile_panels(ta, T_STRIDED, (int)mr, panels);
         }
-        for (int64_t r = 0; r < rows; r++) {
-            if (lo[r] >= hi[r]) continue;
-            float alpha;
-            float sum = softmax_row(p, w->s + r * TILE, lo[r], hi[r], &st->m[r], &alpha);
-            st->l[r] = st->l[r] * alpha + sum;
-            if (alpha != 1.0f) scale_row(st->o + r * dp, dp, alpha);
-        }
+        softmax_tile(p, lo, hi, rows, w->s, st, dp);
         for (int64_t r = 0, n; r < rows; r += n) {
             for (n = 1; r + n < rows && n < MR_MAX && lo[r + n] == lo[r] && hi[r + n] == hi[r];)
                 n++;
-            if (lo[r] >= hi[r]) continue;
-            tile_args ta = {.a = w->s + r * TILE + lo[r], .lda = TILE, .b = w->v + lo[r] * dp,
-                            .ldb = dp, .pstride = NR, .k = hi[r] - lo[r],
-                            .c = st->o + r * dp, .ldc = dp, .first = 0};
-            tile_panels(ta, T_STRIDED, (int)n, (int)(dp / NR));
+            if (lo[r] < hi[r])
+                add_values(p, t, w->s + r * TILE, lo[r], hi[r], (int)n, copy ? w->v : NULL,
+                           st->o + r * dp, dp);
         }
     }
 }

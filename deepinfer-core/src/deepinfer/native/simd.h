@@ -173,28 +173,48 @@ INLINE void vstore_n(void *p, int dt, int64_t i, int64_t left, vf v) {
     else vstore_part(p, dt, i, (int)left, v);
 }
 
-/* Lanes added pairwise (i with i + 32, then + 16, ...): an order that no vector width changes. */
+/* One vector to one number: lane i with lane i + w/2, halving w. */
+#if ISA
+INLINE float fold_add(vf v) {
+#if ISA == 2
+    __m256 h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v),
+                             _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+    __m256 h = (__m256)v;
+#endif
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+INLINE float lanes_max(vf v) {
+#if ISA == 2
+    __m256 h = _mm256_max_ps(_mm512_castps512_ps256((__m512)v),
+                             _mm512_extractf32x8_ps((__m512)v, 1));
+#else
+    __m256 h = (__m256)v;
+#endif
+    __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+#else
+INLINE float fold_add(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+INLINE float lanes_max(vf v) {
+    float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+    return a > b ? a : b;
+}
+#endif
+
+/* 64 lanes to one number by the same halving: an order that no vector width changes. */
 INLINE float lanes_sum(const vf *acc) {
     vf t[LV];
-    float s[VW];
-    memcpy(t, acc, sizeof t);
+#pragma GCC unroll 16
+    for (int i = 0; i < LV; i++) t[i] = acc[i];
 #pragma GCC unroll 8
     for (int w = LV / 2; w; w /= 2)
 #pragma GCC unroll 8
         for (int i = 0; i < w; i++) t[i] = t[i] + t[i + w];
-    vstore(s, t[0]);
-#pragma GCC unroll 8
-    for (int w = VW / 2; w; w /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < w; i++) s[i] += s[i + w];
-    return s[0];
-}
-INLINE float lanes_max(vf m) {
-    float s[VW], r;
-    vstore(s, m);
-    r = s[0];
-    for (int i = 1; i < VW; i++) r = s[i] > r ? s[i] : r;
-    return r;
+    return fold_add(t[0]);
 }
 
 /* e^x, within 1.5 ulp (1 with fused multiply-add) over the whole range: inf above 88.73, gradual
