@@ -164,6 +164,23 @@ def test_integrity_finds_a_lost_page(lab):
         cache.check_integrity([r])
 
 
+def test_who_does_not_fit_is_told_so_quickly(lab, monkeypatch):
+    engine = lab.engine(FakeScript(num_pages=16))
+    engine.add(lab.request("runs", PROMPT, max_tokens=40))
+    for _ in range(25):
+        engine.step()
+    engine.add(lab.request("late", (*PROMPT, *[3] * 35), max_tokens=4, arrival=1))
+    engine.step()
+    assert [r.id for r in engine.scheduler.waiting] == ["late"]
+    finds = []
+    monkeypatch.setattr(engine.cache.pool, "find", lambda *args: finds.append(args))
+    for _ in range(4):
+        engine.step()
+    assert not finds
+    monkeypatch.undo()
+    lab.run(engine)
+
+
 class Careful(MemoryStore):
     """A store without chance: every load ends as ``fails`` says."""
 

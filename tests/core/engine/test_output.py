@@ -33,9 +33,6 @@ def test_stops_are_found_whatever_the_pieces(pieces, stops, include, unarmed):
         if held.stop is not None:
             hit = held.stop
             break
-        # What is shown is final: no stop may begin in it and still be completed.
-        tail = "".join(pieces[: k + 1])[len(shown) :]
-        assert all(not s.startswith(tail) or len(s) > len(tail) for s in stops) or k < unarmed
     else:
         shown += matcher.flush()
     text = "".join(pieces)

@@ -70,6 +70,8 @@ class KVCache:
 
         The last token always runs again, since its logits are wanted; so a hit never covers it.
         """
+        if self._hopeless(r):
+            return Admission.NO_ROOM
         found = self._match(r) if self._may_hit(r) else 0
         loads, ask_again = self._ask_stores(r, found)
         if loads is None and not ask_again:
@@ -83,6 +85,12 @@ class KVCache:
             self._load(r, loads, found)
             return Admission.LOADS
         return Admission.ENTERS
+
+    def _hopeless(self, r: RequestState) -> bool:
+        """There is certainly no room: says so quickly to who asks in every step."""
+        known = self.pool.leading(r.chain.digests)
+        certain = known < len(r.chain.digests)  # what lies behind the first unknown page is lost
+        return certain and self.pages_for(len(r.tokens)) - known > self.pool.free
 
     def start(self, r: RequestState) -> int:
         """The first position that an admitted request must run.

@@ -11,12 +11,12 @@ door that serves several threads puts a queue before them.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 from deepinfer.api.plan import Delta, Fault, FinishReason
 from deepinfer.engine.cache import KVCache
+from deepinfer.engine.in_flight import InFlight, InterruptedWaitError
 from deepinfer.engine.logits import LogitsPipeline
 from deepinfer.engine.output import OutputProcessor, ended, row_fault
 from deepinfer.engine.policy import FCFSPolicy
@@ -31,7 +31,6 @@ from deepinfer.errors import (
 )
 
 if TYPE_CHECKING:
-    from deepinfer.api.backend import OutputFuture
     from deepinfer.api.executor import Executor, ModelFacts
     from deepinfer.api.grammar import GrammarBackend
     from deepinfer.api.kv import KVStore
@@ -41,27 +40,6 @@ if TYPE_CHECKING:
     from deepinfer.api.speculative import DraftPlanner
     from deepinfer.config import EngineConfig
     from deepinfer.engine.detokenizer import TokenText
-
-_T = TypeVar("_T")
-_NAP = 0.0005  # seconds between looks at a grammar or a transfer when nothing else can run
-
-
-class _Begun(NamedTuple):
-    """A plan and the requests of its rows."""
-
-    plan: BatchPlan
-    planned: list[RequestState]
-
-
-class _Pending(NamedTuple):
-    """A step in flight."""
-
-    begun: _Begun
-    answer: OutputFuture
-
-
-class _InterruptedError(BaseException):
-    """Ctrl-C while the host waited: nothing has changed, the next ``step`` goes on."""
 
 
 class Engine:
@@ -97,8 +75,7 @@ class Engine:
         self.output = OutputProcessor(tokenizer)
         self._recorder = Recorder(observers)
         self._open: dict[str, RequestState] = {}
-        self._begun: _Begun | None = None
-        self._in_flight: deque[_Pending] = deque()
+        self._in_flight = InFlight(executor, self._recorder, clock)
         self._deltas: list[Delta] = []
         self._over: DeepInferError | None = None
 
@@ -131,7 +108,8 @@ class Engine:
 
     def has_work(self) -> bool:
         """There is something for ``step`` to do or to deliver."""
-        work = self._open or self._in_flight or self._begun or self._deltas or self.cache.leaving
+        flying = self._in_flight or self._in_flight.begun
+        work = self._open or flying or self._deltas or self.cache.leaving
         return self._over is None and bool(work)
 
     def reset_prefix_cache(self) -> None:
@@ -149,7 +127,7 @@ class Engine:
         self._check_open()
         try:
             self._step()
-        except _InterruptedError as why:
+        except InterruptedWaitError as why:
             raise (why.__cause__ or why) from None
         except Exception as why:
             self._die(why)
@@ -160,8 +138,9 @@ class Engine:
 
     def _step(self) -> None:
         self._recorder.begin()
-        if self._begun is None:  # else Ctrl-C struck between the halves of a step
-            self.cache.poll()
+        begun = self._in_flight.begun  # only if Ctrl-C struck between the halves of a step
+        if begun is None:
+            self.cache.poll()  # tier loads and stores that have finished
             self._take_grammars()
             if not self.scheduler.config.overlap:
                 self._collect()
@@ -169,18 +148,12 @@ class Engine:
             if plan is None:
                 self._rest()
                 return
-            self._begun = _Begun(plan, self.scheduler.planned)
-            self.executor.forward(plan)  # step N+1 starts; it needs no token of step N
-        self._sample(self._begun)
-        self._collect(keep=1)
-
-    def _sample(self, begun: _Begun) -> None:
+            # Step N+1 starts; it needs no token of step N on the host.
+            begun = self._in_flight.forward(plan, self.scheduler.planned)
         if begun.plan.constrained:
             self._collect()  # only masks need step N's tokens; the wait hides under forward
-        inputs = self.logits.prepare(begun.plan, begun.planned, self._fail)
-        answer = self.executor.sample(begun.plan.step, inputs)
-        self._in_flight.append(_Pending(begun, answer))
-        self._begun = None
+        self._in_flight.sample(self.logits.prepare(*begun, self._fail))
+        self._collect(keep=1)  # step N, if it was not yet
 
     def _plan(self) -> BatchPlan | None:
         start = self.clock()
@@ -195,26 +168,12 @@ class Engine:
         if self._in_flight:
             self._collect()
         elif self._open or self.cache.leaving:
-            self._patiently(lambda: time.sleep(_NAP))
+            self._in_flight.nap()
 
     def _collect(self, keep: int = 0) -> None:
         """Take in steps in flight, oldest first, until ``keep`` are left."""
         while len(self._in_flight) > keep:
-            out = self._patiently(self._in_flight[0].answer.result)
-            pending = self._in_flight.popleft()
-            self._commit(pending.begun.planned, out)
-
-    def _patiently(self, wait: Callable[[], _T]) -> _T:
-        """The places where the host waits, and so where Ctrl-C finds it: nothing is half done."""
-        start = self.clock()
-        try:
-            return wait()
-        except Exception:
-            raise
-        except BaseException as why:
-            raise _InterruptedError from why
-        finally:
-            self.stats.wait_seconds += self.clock() - start
+            self._commit(*self._in_flight.take())
 
     def _commit(self, planned: list[RequestState], out: StepOutput) -> None:
         """Tokens into text, then the books: bounds, drafts, prefix index, pages."""
@@ -267,8 +226,7 @@ class Engine:
         for r in self._open.values():
             self._deltas.append(ended(r, FinishReason.ERROR, self.clock(), dead))
         self._open.clear()
-        self._in_flight.clear()
-        self._begun = None
+        self._in_flight.abandon()
 
     def close(self) -> None:
         """Abort what is open, wait for what is in flight, close the executor. Idempotent."""
@@ -280,6 +238,8 @@ class Engine:
                 self._drain()
         except Exception:
             alive = False  # the device failed after its last answer was wanted
+        except InterruptedWaitError as why:
+            raise (why.__cause__ or why) from None
         finally:
             self._over = EngineClosedError("This engine is closed.", next_step="Create a new one.")
             self._deltas.clear()
@@ -291,12 +251,12 @@ class Engine:
     def _drain(self) -> None:
         for request_id in list(self._open):
             self.abort(request_id)
-        if self._begun is not None:
-            self._sample(self._begun)
+        if self._in_flight.begun is not None:
+            self._in_flight.sample(None)  # its rows are dead by now
         self._collect()
         while self.cache.busy:
             self.cache.poll()
-            time.sleep(_NAP)
+            self._in_flight.nap()
 
     def check_integrity(self) -> None:
         """Nothing is lost, shared wrongly or held by nobody. Asserts; cheap enough when idle."""

@@ -126,6 +126,13 @@ class PagePool:
             return None
         return node
 
+    def leading(self, digests: Sequence[bytes]) -> int:
+        """How many of a text's first digests are known; quick, and not verified."""
+        for count, digest in enumerate(digests):
+            if digest not in self._nodes:
+                return count
+        return len(digests)
+
     def insert(self, parent: Node, digest: bytes, tokens: bytes, page: int) -> Node | None:
         """Enter a held page; returns the entry of these tokens, which may be an older page's.
 

@@ -1,0 +1,88 @@
+"""Steps on the device: :class:`InFlight`, the engine's side of the executor.
+
+At most one step has begun and not been sampled, and at most one sampled step is on its way when
+the engine returns. All waiting happens here, so Ctrl-C finds nothing half done: what has begun or
+is on its way stays, and the engine's next step goes on with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from deepinfer.api.backend import OutputFuture
+    from deepinfer.api.executor import Executor
+    from deepinfer.api.plan import BatchPlan, RowInputs, StepOutput
+    from deepinfer.engine.request import RequestState
+    from deepinfer.engine.stats import Recorder
+
+_T = TypeVar("_T")
+_NAP = 0.0005  # seconds between looks at a grammar or a transfer when nothing else can run
+
+
+class InterruptedWaitError(BaseException):
+    """Ctrl-C (or another BaseException, its cause) struck while the host waited."""
+
+
+class Begun(NamedTuple):
+    """A step whose first half runs: its plan, and the request of each row."""
+
+    plan: BatchPlan
+    planned: list[RequestState]
+
+
+class InFlight:
+    """What the device has been given and has not given back."""
+
+    def __init__(self, executor: Executor, recorder: Recorder, clock: Callable[[], float]) -> None:
+        self.begun: Begun | None = None
+        self._executor = executor
+        self._recorder = recorder
+        self._clock = clock
+        self._sampled: deque[tuple[list[RequestState], OutputFuture]] = deque()
+
+    def __len__(self) -> int:
+        """Sampled steps on their way."""
+        return len(self._sampled)
+
+    def forward(self, plan: BatchPlan, planned: list[RequestState]) -> Begun:
+        """Start the first half of a step."""
+        self._executor.forward(plan)
+        self.begun = Begun(plan, planned)
+        return self.begun
+
+    def sample(self, inputs: RowInputs | None) -> None:
+        """Start the second half of the step that has begun."""
+        assert self.begun is not None
+        answer = self._executor.sample(self.begun.plan.step, inputs)
+        self._sampled.append((self.begun.planned, answer))
+        self.begun = None
+
+    def take(self) -> tuple[list[RequestState], StepOutput]:
+        """Wait for the oldest step: its requests, row by row, and what it produced."""
+        out = self._patiently(self._sampled[0][1].result)
+        planned, _ = self._sampled.popleft()
+        return planned, out
+
+    def nap(self) -> None:
+        """Nothing can run, and something is on its way elsewhere."""
+        self._patiently(lambda: time.sleep(_NAP))
+
+    def abandon(self) -> None:
+        """The device has failed: nothing comes back."""
+        self._sampled.clear()
+        self.begun = None
+
+    def _patiently(self, wait: Callable[[], _T]) -> _T:
+        start = self._clock()
+        try:
+            return wait()
+        except Exception:
+            raise
+        except BaseException as why:
+            raise InterruptedWaitError from why
+        finally:
+            self._recorder.stats.wait_seconds += self._clock() - start
