@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.plan import Fault
+from deepinfer.sampling.transfer import to_device
 
 if TYPE_CHECKING:
     from deepinfer.api.plan import RowParams
@@ -229,7 +230,9 @@ def _bias(params: Sequence[RowParams], device: torch.device) -> Bias | None:
         return None
     row, ids, values = zip(*found, strict=True)
     return Bias(
-        _ids(row, device), _ids(ids, device), torch.tensor(values, dtype=torch.float32).to(device)
+        _ids(row, device),
+        _ids(ids, device),
+        to_device(torch.tensor(values, dtype=torch.float32), device),
     )
 
 
@@ -241,7 +244,7 @@ def _allowed(params: Sequence[RowParams], vocab: int, device: torch.device) -> A
     for u, r in enumerate(users):
         bits[u, list(params[r].allowed_token_ids or ())] = 1
     words = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
-    return Allowed(_ids(users, device), torch.from_numpy(words).to(device))
+    return Allowed(_ids(users, device), to_device(torch.from_numpy(words), device))
 
 
 def _penalties(params: Sequence[RowParams], device: torch.device) -> Penalties | None:
@@ -249,7 +252,7 @@ def _penalties(params: Sequence[RowParams], device: torch.device) -> Penalties |
     users = [r for r, three in enumerate(values) if three != (0.0, 0.0, 1.0)]
     if not users:
         return None
-    table = torch.tensor(values, dtype=torch.float32).t().contiguous().to(device)
+    table = to_device(torch.tensor(values, dtype=torch.float32).t().contiguous(), device)
     prompt_len = _ids([p.prompt_len for p in params], device)
     return Penalties(_ids(users, device), prompt_len, *table.unbind(0))
 
@@ -282,4 +285,4 @@ def _min_tokens(params: Sequence[RowParams], device: torch.device) -> MinTokens 
 
 
 def _ids(values: Sequence[object], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device)
+    return to_device(torch.tensor(values, dtype=torch.int64), device)

@@ -24,6 +24,7 @@ from deepinfer.api.model import DeviceBatch
 from deepinfer.api.plan import DECODE
 from deepinfer.api.sampler import SampleRows
 from deepinfer.sampling.pipeline import Lines, gather_stages
+from deepinfer.sampling.transfer import to_device
 from deepinfer.sampling.verify import line_grid
 from deepinfer.worker.slots import COLD
 
@@ -225,9 +226,9 @@ class BatchBuilder:
 
 def _plan_rows(array: NDArray[np.int32], key: tuple[int, bytes], slots: SlotTable) -> PlanRows:
     """Once for each new set of rows; the only loop over rows in Python."""
-    table = torch.from_numpy(np.ascontiguousarray(array.T, np.int64)).to(slots.device)
+    table = to_device(torch.from_numpy(np.ascontiguousarray(array.T, np.int64)), slots.device)
     emit = np.flatnonzero(array[:, 3])
-    emit_row = torch.from_numpy(emit).to(slots.device)
+    emit_row = to_device(torch.from_numpy(emit), slots.device)
     params = slots.params_of(array[emit, 0].tolist())
     logprobs = np.array([p.logprobs for p in params], np.int64)
     scored = np.flatnonzero(logprobs >= 0)
@@ -246,7 +247,7 @@ def _plan_rows(array: NDArray[np.int32], key: tuple[int, bytes], slots: SlotTabl
         filtered=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
         greedy=all(p.temperature < COLD for p in params),
         scored=scored,
-        scored_row=torch.from_numpy(scored).to(slots.device),
+        scored_row=to_device(torch.from_numpy(scored), slots.device),
         wanted=logprobs[scored],
         prompts=tuple(_prompts(array, slots)),
     )

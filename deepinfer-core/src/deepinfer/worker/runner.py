@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deepinfer.api.plan import Fault
 from deepinfer.sampling.pipeline import LogitsPipeline
+from deepinfer.sampling.transfer import to_device
 from deepinfer.worker.batch import BatchBuilder, StepBatch
 from deepinfer.worker.drafting import HiddenTaps
 from deepinfer.worker.output import PromptScores, Scores, StepFuture, StepResult
@@ -187,8 +188,8 @@ class ModelRunner:
         real = torch.from_numpy((emit >= 0) & (j < width))
         at = torch.from_numpy(np.stack((np.maximum(emit, 0), np.minimum(j, width - 1))))
         device = self._rig.slots.device
-        at, real = at.to(device), real.to(device)
-        bitmask = torch.from_numpy(np.ascontiguousarray(inputs.bitmask, np.int32)).to(device)
+        at, real = to_device(at, device), to_device(real, device)
+        bitmask = to_device(torch.from_numpy(np.array(inputs.bitmask, np.int32)), device)
         return bitmask, torch.where(real, batch.layout.grid[at[0], at[1]], -1)
 
     def _draft(self, work: _OpenStep, counts: Tensor) -> Drafts:

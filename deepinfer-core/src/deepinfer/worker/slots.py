@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.plan import DECODE
+from deepinfer.sampling.transfer import to_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -120,14 +121,13 @@ class SlotTable:
     def _admit(self, admit: Admit) -> None:
         slot, p, count = admit.slot, admit.params, len(admit.tokens)
         assert count < admit.limit <= self.shape.max_len, "the brain checks lengths"
-        self.tokens[slot, :count] = torch.from_numpy(
-            np.ascontiguousarray(admit.tokens, np.int32)
-        ).to(self.device)
+        text = torch.from_numpy(np.array(admit.tokens, np.int32))
+        self.tokens[slot, :count] = to_device(text, self.device)
         seed = (admit.seed & ((1 << 64) - 1) ^ (1 << 63)) - (1 << 63)  # the same 64 bits, signed
         ints = (count, admit.limit, seed, p.top_k, 0)
-        self._ints[:, slot] = torch.tensor(ints, dtype=torch.int64).to(self.device)
+        self._ints[:, slot] = to_device(torch.tensor(ints, dtype=torch.int64), self.device)
         floats = (0.0 if p.temperature < COLD else p.temperature, p.top_p, p.min_p)
-        self._floats[:, slot] = torch.tensor(floats, dtype=torch.float32).to(self.device)
+        self._floats[:, slot] = to_device(torch.tensor(floats, dtype=torch.float32), self.device)
         self.params[slot] = p
         self.bound[slot], self._limit[slot] = count, admit.limit
         self.version += 1
@@ -138,6 +138,6 @@ class SlotTable:
         _, last = np.unique(place[::-1], return_index=True)
         keep = len(place) - 1 - last
         self.pages.view(-1).index_put_(
-            (torch.from_numpy(place[keep]).to(self.device),),
-            torch.from_numpy(pages[keep, 2]).to(self.device),
+            (to_device(torch.from_numpy(place[keep]), self.device),),
+            to_device(torch.from_numpy(pages[keep, 2]), self.device),
         )
