@@ -1,0 +1,28 @@
+"""Bitwise comparison, and the number of torch's threads, put back after each test."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def threads():
+    """``threads(n)`` sets torch's thread count for the rest of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def same_bits():
+    """``same_bits(a, b)``: equal shapes, dtypes and bits; NaN and the sign of zero count."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+    def bits(x):
+        return x.contiguous().view(kinds[x.element_size()])
+
+    def check(a, b):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        differ = int((bits(a) != bits(b)).sum())
+        assert differ == 0, f"{differ} of {a.numel()} elements differ"
+
+    return check
