@@ -18,6 +18,7 @@ from deepinfer.ops.table import op
 from deepinfer.sampling.philox import gumbel
 
 _BLOCK_ELEMENTS = 1 << 18  # elements of one block of rows: 1 MiB in float32, so it stays in cache
+_NO_ID = torch.iinfo(torch.int64).max
 _CANDIDATES = 256  # top-k and top-p rarely leave more; where they do, the whole row is ordered
 
 
@@ -43,27 +44,23 @@ def penalties(
 ) -> Tensor:
     """Penalise what a row's text already holds, in place; returns ``logits``.
 
-    tokens int64[m, L]: each row's whole text, prompt included, padded with −1; prompt_len int64[m];
+    tokens int64[m, L]: each row's text, prompt included, −1 behind its end; prompt_len int64[m];
     the rest float32[m]. An id of the text has its logit divided by ``repetition`` if positive,
     else multiplied; then each id of the output (positions >= prompt_len) loses
     ``frequency · its count + presence``. Neutral parameters (0, 0, 1) change no bit.
     """
-    vocab = logits.shape[1]
-    for block in _blocks(logits):
-        text = tokens[block]
-        real = text >= 0
-        place = torch.where(real, text, vocab)  # one column more, for the padding
-        output = torch.arange(text.shape[1], device=text.device) >= prompt_len[block, None]
-        z = logits[block]
-        shape = (len(text), vocab + 1)
-        seen = z.new_zeros(shape, dtype=torch.bool).scatter_(1, place, real)[:, :vocab]
-        factor = repetition[block, None]
-        z.copy_(torch.where(seen, torch.where(z > 0, z / factor, z * factor), z))
-        ones = (real & output).float()  # counts below 2²⁴ are exact in any order
-        count = z.new_zeros(shape).scatter_add_(1, place, ones)[:, :vocab]
-        z -= frequency[block, None] * count
-        z -= presence[block, None] * (count > 0)
-    return logits
+    if tokens.shape[1] == 0:
+        return logits
+    real = tokens >= 0
+    # Padding repeats the row's first token: the same id always gets the same value.
+    ids = torch.where(real, tokens, tokens[:, :1]).clamp(min=0)
+    output = torch.arange(tokens.shape[1], device=tokens.device) >= prompt_len[:, None]
+    counted = torch.where(real & output, tokens, _NO_ID).sort(1).values
+    count = torch.searchsorted(counted, ids, right=True) - torch.searchsorted(counted, ids)
+    z, factor = logits.gather(1, ids), repetition[:, None]
+    new = torch.where(z > 0, z / factor, z * factor)
+    new = new - frequency[:, None] * count - presence[:, None] * (count > 0)
+    return logits.scatter_(1, ids, torch.where(real[:, :1], new, z))
 
 
 @op
@@ -109,8 +106,8 @@ def filter_top(
             how = (temperature[rows], top_k[rows], top_p[rows], min_p[rows])
             count, ids = _survivors(_no_nan(logits[rows]), *how, width)
             lead = torch.arange(width, device=ids.device) < count[:, None]
-            kept = torch.zeros_like(logits[rows], dtype=torch.bool).scatter_(1, ids, lead)
-            out[rows] = torch.where(kept, logits[rows], -torch.inf)
+            kept = torch.where(lead, logits[rows[:, None], ids], -torch.inf)
+            out[rows] = torch.full_like(logits[rows], -torch.inf).scatter_(1, ids, kept)
             # Survivors lead the order: if not all candidates survive, nothing behind them does.
             sure = (top_k[rows] <= width) & ((count < width) | (top_k[rows] == width))
             rows = rows[~sure]
@@ -211,9 +208,14 @@ def _best(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     A float32 and its id become one int64 key that orders as wanted, so that no two are equal and
     any top-k gives the same answer.
     """
-    bits = (z + 0.0).view(torch.int32)  # −0 ties with 0
+    if k == 0:
+        return z[:, :0], torch.empty((len(z), 0), dtype=torch.int64, device=z.device)
+    values, ids = z.topk(k, dim=1)
+    if bool(((z >= values[:, -1:]).sum(1) != k).any()):  # the last of them ties with others
+        ids = torch.arange(z.shape[1], device=z.device).expand_as(z)
+        values = z
+    bits = (values + 0.0).view(torch.int32)  # −0 ties with 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(z.shape[1], device=z.device)
     keys = (order.long() << 32) | (0xFFFFFFFF - ids)
     ids = 0xFFFFFFFF - (keys.topk(k, dim=1).values & 0xFFFFFFFF)
     return z.gather(1, ids), ids
