@@ -105,7 +105,8 @@ def test_a_stop_id_is_kept_and_its_text_is_not(lab):
 
 def test_eos_ends_unless_ignored(lab):
     processor, r = state(lab, ignore_eos=False, max_tokens=9)
-    assert step(processor, r, 0).finish == "stop"
+    delta = step(processor, r, 0)
+    assert (delta.finish, delta.stop_reason, delta.token_ids) == ("stop", None, (0,))
     processor, r = state(lab, max_tokens=9)
     assert step(processor, r, 0).finish is None
 

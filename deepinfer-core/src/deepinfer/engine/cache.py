@@ -117,6 +117,7 @@ class KVCache:
             return False
         if r.in_flight or r.leases:
             self.leaving.add(r)
+            self._retract(r)
             return False
         self.leaving.discard(r)
         self._release(r)

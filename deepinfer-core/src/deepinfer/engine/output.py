@@ -9,7 +9,7 @@ back. Cost per token does not grow with the output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from deepinfer.api.plan import Delta, Fault, RequestMetrics, TokenLogprob
 from deepinfer.engine.detokenizer import IncrementalDetokenizer
@@ -30,6 +30,15 @@ class Held(NamedTuple):
 
     text: str
     stop: str | None = None
+
+
+class Walked(NamedTuple):
+    """What became of a row's ids: how many count, their text, and why the request ended."""
+
+    kept: int
+    text: str
+    finish: Finish | None = None
+    reason: int | str | None = None
 
 
 class StopStrings:
@@ -220,39 +229,33 @@ class OutputProcessor:
             return why
         return None
 
-    def extend(self, r: RequestState, ids: list[int]) -> tuple[int, str, Finish | None, Any]:
-        """Walk emitted ids: append to ``r.tokens``, stop at the end of the request.
-
-        Returns how many count, the new text, and why it ended (reason and stop) if it did. A stop
-        wins over the length limit.
-        """
+    def extend(self, r: RequestState, ids: list[int]) -> Walked:
+        """Append ids to ``r.tokens`` up to the end of the request; a stop wins over the limit."""
         output, tokens, limit = r.output, r.tokens, r.request.limit
         detokenizer, stops, ends = output.detokenizer, output.stops, output.ends
         if stops is not None:
             return self._extend_with_stops(r, ids)
         finish: Finish | None = None
-        reason: int | None = None
         kept = 0
         for token in ids:
             tokens.append(token)
             kept += 1
             if token in ends and len(tokens) > output.min_len:
-                finish, reason = "stop", token
+                finish = "stop"
                 break
             if len(tokens) >= limit:
                 finish = "length"
                 break
+        reason = _stop_id(r, ids[kept - 1]) if finish == "stop" else None
         if detokenizer is None:
-            return kept, "", finish, reason
+            return Walked(kept, "", finish, reason)
         shown = ids[:kept]
         if finish == "stop" and not r.request.sampling.include_stop_str_in_output:
             shown = shown[:-1]
         text = detokenizer.push(shown)
-        return kept, text if finish is None else text + output.flush(), finish, reason
+        return Walked(kept, text if finish is None else text + output.flush(), finish, reason)
 
-    def _extend_with_stops(
-        self, r: RequestState, ids: list[int]
-    ) -> tuple[int, str, Finish | None, Any]:
+    def _extend_with_stops(self, r: RequestState, ids: list[int]) -> Walked:
         """The same where stop strings are looked for, token by token."""
         output, tokens = r.output, r.tokens
         stops, detokenizer = output.stops, output.detokenizer
@@ -266,13 +269,14 @@ class OutputProcessor:
                 held = stops.push(detokenizer.push((token,)), armed)
                 text += held.text
                 if held.stop is not None:
-                    return kept, text, "stop", held.stop
+                    return Walked(kept, text, "stop", held.stop)
             if ended or len(tokens) >= r.request.limit:
                 last = self._end_with_stops(output, armed)
-                reason = token if ended else last.stop
-                finish: Finish = "stop" if reason is not None else "length"
-                return kept, text + last.text, finish, reason
-        return len(ids), text, None, None
+                text += last.text
+                if ended:
+                    return Walked(kept, text, "stop", _stop_id(r, token))
+                return Walked(kept, text, "stop" if last.stop else "length", last.stop)
+        return Walked(len(ids), text)
 
     def _end_with_stops(self, output: OutputState, armed: bool) -> Held:
         """Release what the detokenizer held; even that may complete a stop string."""
@@ -320,6 +324,11 @@ class OutputProcessor:
         if text is None:
             text = self._decoded[token] = self.tokenizer.decode((token,), False)
         return text
+
+
+def _stop_id(r: RequestState, token: int) -> int | None:
+    """The reason that callers see: a stop id of theirs; the model's own end has none."""
+    return token if token in r.request.sampling.stop_token_ids else None
 
 
 def ended(r: RequestState, finish: Finish, now: float, error: Exception | None = None) -> Delta:

@@ -161,7 +161,9 @@ class _Reader:
                 return "stop", stop
         if ends or length >= self.request.limit:
             stop = self._read(self.decoder.decode(b"", final=True), armed)
-            return ("stop", token if ends else stop) if ends or stop else ("length", None)
+            if ends:
+                return "stop", token if token in asked.stop_token_ids else None
+            return ("stop", stop) if stop else ("length", None)
         return None
 
     def _read(self, piece: str, armed: bool) -> str | None:
