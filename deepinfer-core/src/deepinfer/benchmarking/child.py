@@ -26,7 +26,7 @@ class DeepInfer:
         from deepinfer import LLM, SamplingParams
 
         self._params = SamplingParams
-        arguments = {"max_num_seqs": 64, "max_model_len": 2048, **spec.get("engine", {})}
+        arguments = {"max_num_seqs": 64, **spec.get("engine", {})}
         self._llm = LLM(spec["model"], num_threads=spec["threads"], **arguments)
         self.vocab = self._llm.assembly.facts.vocab_size
         self.notes = {"startup": self._llm.assembly.timings, "backend": self._backend()}
