@@ -33,15 +33,23 @@ INLINE int64_t row_position(const attn_args *p, int64_t b, int64_t row) {
     return kv_length(p, b) - p->cu_q[b + 1] + row;
 }
 
+/* The chains of an item are numbered [kv head][query row][head of the group]. */
+INLINE int64_t item_rows(const attn_item *it) { return it->kv_heads * it->rows * it->heads; }
+INLINE int64_t query_row(const attn_item *it, int64_t r) {
+    return it->row + r / it->heads % it->rows;
+}
+INLINE int64_t query_head(const attn_args *p, const attn_item *it, int64_t r) {
+    const int64_t kv = it->kv_head + r / (it->rows * it->heads);
+    return kv * (p->hq / p->hkv) + it->head + r % it->heads;
+}
+
 static void load_queries(const attn_args *p, const attn_item *it, float *q) {
     const size_t es = elem_size(p->dt);
-    const int64_t dp = padded(p->d), group = p->hq / p->hkv;
-    for (int64_t r = 0; r < it->rows; r++)
-        for (int64_t h = 0; h < it->heads; h++) {
-            const int64_t head = it->kv_head * group + it->head + h;
-            to_f32((const char *)p->q + (size_t)((it->row + r) * p->stride_q + head * p->d) * es,
-                   p->dt, q + (r * it->heads + h) * dp, p->d);
-        }
+    const int64_t dp = padded(p->d), n = item_rows(it);
+    for (int64_t r = 0; r < n; r++)
+        to_f32((const char *)p->q +
+                   (size_t)(query_row(it, r) * p->stride_q + query_head(p, it, r) * p->d) * es,
+               p->dt, q + r * dp, p->d);
 }
 
 #if ISA
@@ -85,7 +93,8 @@ INLINE void transpose8(const char *const *row, int dt, int64_t i, float *kt) {
 }
 #endif
 
-static void locate(const attn_args *p, const attn_item *it, int64_t base, tile_rows *t) {
+static void locate(const attn_args *p, const attn_item *it, int64_t kv_head, int64_t base,
+                   tile_rows *t) {
     static const float zeros[MAX_D];
     const size_t row = (size_t)(p->hkv * p->d) * elem_size(p->cache_dt);
     const int32_t *table = p->table + it->request * p->max_pages;
@@ -96,7 +105,7 @@ static void locate(const attn_args *p, const attn_item *it, int64_t base, tile_r
         const int64_t page = slot < p->max_pages ? table[slot] : -1;
         n = p->page - at < t->hi - j ? (int)(p->page - at) : t->hi - j;
         const int known = page >= 0 && page < p->pages;
-        const size_t off = (size_t)((page * p->page + at) * p->hkv + it->kv_head) *
+        const size_t off = (size_t)((page * p->page + at) * p->hkv + kv_head) *
                            (size_t)p->d * elem_size(p->cache_dt);
         for (int i = 0; i < n; i++) {
             t->k[j + i] = known ? (const char *)p->k_cache + off + i * row : (const char *)zeros;
@@ -174,22 +183,22 @@ INLINE void scale_row(float *o, int64_t dp, float f) {
 
 /* One tile's scores to weights; moves m, l and o of every row that sees something. */
 static void softmax_tile(const attn_args *p, const int *lo, const int *hi, int64_t rows, float *s,
-                         softmax_state *st, int64_t dp) {
+                         softmax_state *st, int64_t at, int64_t dp) {
+    float *m = st->m + at, *l = st->l + at, *o = st->o + at * dp;
     float fade[(ROWS + 15) / 16 * 16];
     for (int64_t r = 0; r < rows; r++) {
         fade[r] = 0.0f;
         if (lo[r] >= hi[r]) continue;
-        const float old = st->m[r], top = score_row(p, s + r * TILE, lo[r], hi[r]);
-        st->m[r] = top > old ? top : old;
-        fade[r] = old == st->m[r] ? 0.0f : old - st->m[r];
+        const float old = m[r], top = score_row(p, s + r * TILE, lo[r], hi[r]);
+        m[r] = top > old ? top : old;
+        fade[r] = old == m[r] ? 0.0f : old - m[r];
     }
     for (int64_t r = rows; r % VW; r++) fade[r] = 0.0f;
     for (int64_t r = 0; r < rows; r += VW) vstore(fade + r, vexp(vload(fade + r)));
     for (int64_t r = 0; r < rows; r++) {
         if (lo[r] >= hi[r]) continue;
-        const float sum = exp_row(s + r * TILE, st->m[r]);
-        st->l[r] = st->l[r] * fade[r] + sum;
-        if (fade[r] != 1.0f) scale_row(st->o + r * dp, dp, fade[r]);
+        l[r] = l[r] * fade[r] + exp_row(s + r * TILE, m[r]);
+        if (fade[r] != 1.0f) scale_row(o + r * dp, dp, fade[r]);
     }
 }
 
@@ -207,29 +216,58 @@ static void add_values(const attn_args *p, const tile_rows *t, const float *s, i
     }
 }
 
-/* What the item's rows see of the tile at `base`, and where it lies. */
-static void open_tile(const attn_args *p, const attn_item *it, int64_t base, tile_rows *t) {
+/* Step i of a span: its tiles ascending, in each the kv heads of the item (neighbours in memory).
+ * What the item's rows see of the tile, and where it lies. */
+static void open_step(const attn_args *p, const attn_item *it, int64_t span, int64_t i,
+                      tile_rows *t) {
+    const int64_t base = span * SPAN + i / it->kv_heads * TILE;
     const int64_t first = row_position(p, it->request, it->row);
     const int64_t high = first + it->rows - base, low = first + 1 - p->window - base;
     t->hi = high < 0 ? 0 : high > TILE ? TILE : (int)high;
     t->lo = p->window == 0 || low < 0 ? 0 : low > TILE ? TILE : (int)low;
     if (t->lo >= t->hi) t->lo = t->hi = 0;
-    else locate(p, it, base, t);
+    else locate(p, it, it->kv_head + i % it->kv_heads, base, t);
+}
+
+/* One tile of one kv head for `rows` chains, whose q, o, m and l start at number `at`. */
+static void attend_tile(const attn_args *p, const tile_rows *t, const tile_rows *next, int64_t at,
+                        int64_t rows, const int *lo, const int *hi, attn_scratch *w,
+                        softmax_state *st) {
+    const int64_t dp = padded(p->d), tiles_r = (rows + MR_MAX - 1) / MR_MAX;
+    const int copy = rows > MR_MAX || p->cache_dt != DT_F32 || p->d != dp;
+    const int from = t->lo / NR, panels = (t->hi + NR - 1) / NR - from;
+    load_keys(p, t, next, w->kt);
+    if (copy) load_values(p, t, w->v);
+    for (int64_t c = 0; c < tiles_r; c++) {
+        const int64_t a = c * rows / tiles_r, mr = (c + 1) * rows / tiles_r - a;
+        tile_args ta = {.a = w->q + (at + a) * dp, .lda = dp, .b = w->kt + from * NR,
+                        .ldb = TILE, .pstride = NR, .k = p->d,
+                        .c = w->s + a * TILE + from * NR, .ldc = TILE, .first = 1};
+        tile_panels(ta, T_STRIDED, (int)mr, panels);
+    }
+    softmax_tile(p, lo, hi, rows, w->s, st, at, dp);
+    for (int64_t r = 0, n; r < rows; r += n) {
+        for (n = 1; r + n < rows && n < MR_MAX && lo[r + n] == lo[r] && hi[r + n] == hi[r];) n++;
+        if (lo[r] < hi[r])
+            add_values(p, t, w->s + r * TILE, lo[r], hi[r], (int)n, copy ? w->v : NULL,
+                       st->o + (at + r) * dp, dp);
+    }
 }
 
 /* One span of one item into st; rows that see nothing in it end with l = 0. */
 static void attend_span(const attn_args *p, const attn_item *it, int64_t span, attn_scratch *w,
                         softmax_state *st) {
-    const int64_t dp = padded(p->d), rows = it->rows * it->heads;
+    const int64_t rows = it->rows * it->heads, all = item_rows(it);
     const int64_t first = row_position(p, it->request, it->row);
-    const int copy = rows > MR_MAX || p->cache_dt != DT_F32 || p->d != dp;
+    const int64_t steps = SPAN / TILE * it->kv_heads;
     tile_rows at[2];
-    for (int64_t r = 0; r < rows; r++) st->m[r] = -INFINITY, st->l[r] = 0.0f;
-    memset(st->o, 0, (size_t)(rows * dp) * sizeof(float));
-    open_tile(p, it, span * SPAN, &at[0]);
-    for (int64_t base = span * SPAN, i = 0; base < (span + 1) * SPAN; base += TILE, i++) {
+    for (int64_t r = 0; r < all; r++) st->m[r] = -INFINITY, st->l[r] = 0.0f;
+    memset(st->o, 0, (size_t)(all * padded(p->d)) * sizeof(float));
+    open_step(p, it, span, 0, &at[0]);
+    for (int64_t i = 0; i < steps; i++) {
+        const int64_t base = span * SPAN + i / it->kv_heads * TILE;
         const tile_rows *t = &at[i % 2];
-        open_tile(p, it, base + TILE, &at[(i + 1) % 2]);
+        open_step(p, it, span, i + 1, &at[(i + 1) % 2]);
         if (t->lo >= t->hi) continue;
         int lo[ROWS], hi[ROWS];
         for (int64_t r = 0; r < rows; r++) {
@@ -237,25 +275,7 @@ static void attend_span(const attn_args *p, const attn_item *it, int64_t span, a
             hi[r] = h < 0 ? 0 : h > TILE ? TILE : (int)h;
             lo[r] = l < 0 ? 0 : l > TILE ? TILE : (int)l;
         }
-        load_keys(p, t, &at[(i + 1) % 2], w->kt);
-        if (copy) load_values(p, t, w->v);
-        const int from = t->lo / NR, panels = (t->hi + NR - 1) / NR - from;
-        const int64_t tiles_r = (rows + MR_MAX - 1) / MR_MAX;
-        for (int64_t c = 0; c < tiles_r; c++) {
-            const int64_t a = c * rows / tiles_r, mr = (c + 1) * rows / tiles_r - a;
-            tile_args ta = {.a = w->q + a * dp, .lda = dp, .b = w->kt + from * NR, .ldb = TILE,
-                            .pstride = NR, .k = p->d, .c = w->s + a * TILE + from * NR,
-                            .ldc = TILE, .first = 1};
-            tile_panels(ta, T_STRIDED, (int)mr, panels);
-        }
-        softmax_tile(p, lo, hi, rows, w->s, st, dp);
-        for (int64_t r = 0, n; r < rows; r += n) {
-            for (n = 1; r + n < rows && n < MR_MAX && lo[r + n] == lo[r] && hi[r + n] == hi[r];)
-                n++;
-            if (lo[r] < hi[r])
-                add_values(p, t, w->s + r * TILE, lo[r], hi[r], (int)n, copy ? w->v : NULL,
-                           st->o + r * dp, dp);
-        }
+        attend_tile(p, t, &at[(i + 1) % 2], i % it->kv_heads * rows, rows, lo, hi, w, st);
     }
 }
 
@@ -284,8 +304,7 @@ static void merge_row(float *m0, float *l0, float *o0, float m, float l, const f
 /* Divide, apply the sink, write o and lse of row r of the item. */
 static void finish_row(const attn_args *p, const attn_item *it, int64_t r, float m, float l,
                        const float *o) {
-    const int64_t head = it->kv_head * (p->hq / p->hkv) + it->head + r % it->heads;
-    const int64_t at = (it->row + r / it->heads) * p->hq + head;
+    const int64_t head = query_head(p, it, r), at = query_row(it, r) * p->hq + head;
     float f = 0.0f, lse = -INFINITY;
     if (l != 0.0f) {
         lse = m + logf(l); /* without the sink */
@@ -311,7 +330,7 @@ static void item_spans(const attn_args *p, const attn_item *it, int64_t *from, i
 
 static void attention_item(const attn_args *p, int64_t item) {
     const attn_item *it = p->items + item;
-    const int64_t dp = padded(p->d), rows = it->rows * it->heads;
+    const int64_t dp = padded(p->d), rows = item_rows(it);
     attn_scratch w;
     softmax_state total, part;
     int64_t from, to;
@@ -332,7 +351,7 @@ static void attention_item(const attn_args *p, int64_t item) {
 /* The same work with the spans of an item on several threads: parts[item][span] = m, l, o. */
 static void attention_part(const attn_args *p, int64_t item, int64_t span) {
     const attn_item *it = p->items + item;
-    const int64_t dp = padded(p->d), rows = it->rows * it->heads;
+    const int64_t dp = padded(p->d), rows = item_rows(it);
     float *out = p->parts + (item * p->spans + span) * p->part;
     int64_t from, to;
     item_spans(p, it, &from, &to);
@@ -348,7 +367,7 @@ static void attention_part(const attn_args *p, int64_t item, int64_t span) {
 
 static void attention_merge(const attn_args *p, int64_t item) {
     const attn_item *it = p->items + item;
-    const int64_t dp = padded(p->d), rows = it->rows * it->heads;
+    const int64_t dp = padded(p->d), rows = item_rows(it);
     int64_t from, to;
     item_spans(p, it, &from, &to);
     for (int64_t r = 0; r < rows; r++) {

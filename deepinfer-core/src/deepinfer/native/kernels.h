@@ -87,7 +87,9 @@ typedef struct {
 } kvw_args;
 
 typedef struct {
-    int64_t request, kv_head, row, rows, head, heads; /* row: of q; head: within the group */
+    int64_t request, row, rows;  /* row: of q */
+    int64_t kv_head, kv_heads;
+    int64_t head, heads;         /* query heads within each kv head's group */
 } attn_item;
 
 typedef struct {

@@ -248,20 +248,27 @@ static void part_range(void *ctx, int64_t from, int64_t to) {
     for (int64_t i = from; i < to; i++) kernels->attention_part(p, i / p->spans, i % p->spans);
 }
 
-static int64_t attn_plan(attn_args *p, int64_t row_limit, attn_item *out) {
+/* Items into out (NULL: only their number). With `merge` an item of few rows takes several kv
+ * heads, whose keys lie side by side in memory. */
+static int64_t attn_plan(const attn_args *p, int merge, attn_item *out) {
     const int64_t group = p->hq / p->hkv, heads = group < ROWS ? group : ROWS;
-    int64_t n = 0, rows = row_limit / heads;
-    if (rows < 1) rows = 1;
-    for (int64_t b = 0; b < p->batch; b++)
-        for (int64_t r = p->cu_q[b]; r < p->cu_q[b + 1]; r += rows)
-            for (int64_t h = 0; h < p->hkv; h++)
-                for (int64_t g = 0; g < group; g += heads) {
+    const int64_t limit = ROWS / heads;
+    int64_t n = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const int64_t end = p->cu_q[b + 1], len = end - p->cu_q[b];
+        const int64_t rows = len < limit ? len : limit;
+        const int64_t fit = merge && heads == group && rows ? ROWS / (rows * heads) : 1;
+        for (int64_t r = p->cu_q[b]; r < end; r += rows)
+            for (int64_t h = 0; h < p->hkv; h += fit)
+                for (int64_t g = 0; g < group; g += heads, n++)
                     if (out)
-                        out[n] = (attn_item){
-                            b, h, r, p->cu_q[b + 1] - r < rows ? p->cu_q[b + 1] - r : rows, g,
-                            group - g < heads ? group - g : heads};
-                    n++;
-                }
+                        out[n] = (attn_item){.request = b, .row = r,
+                                             .rows = end - r < rows ? end - r : rows,
+                                             .kv_head = h,
+                                             .kv_heads = p->hkv - h < fit ? p->hkv - h : fit,
+                                             .head = g,
+                                             .heads = group - g < heads ? group - g : heads};
+    }
     return n;
 }
 
@@ -288,16 +295,18 @@ static const char *op_attention(const arg *a) {
     memset((char *)p.out + (size_t)(last * p.hq * p.d) * es, 0,
            (size_t)((a[12].i - last) * p.hq * p.d) * es);
     for (int64_t i = last * p.hq; i < a[12].i * p.hq; i++) p.lse[i] = -(float)INFINITY;
-    p.n_items = attn_plan(&p, ROWS, NULL);
+    int merge = 1;
+    p.n_items = attn_plan(&p, merge, NULL);
+    if (p.n_items < 4 * threads) p.n_items = attn_plan(&p, merge = 0, NULL);
     if (!p.n_items) return NULL;
     attn_item *items = malloc((size_t)p.n_items * sizeof *items);
     if (!items) return "out of memory";
-    attn_plan(&p, ROWS, items);
+    attn_plan(&p, merge, items);
     p.items = items;
     p.spans = (longest + SPAN - 1) / SPAN;
-    p.part = 2 * ROWS + (items[0].rows * items[0].heads) * ((p.d + NR - 1) / NR * NR);
     for (int64_t i = 0; i < p.n_items; i++) {
-        int64_t need = 2 * ROWS + items[i].rows * items[i].heads * ((p.d + NR - 1) / NR * NR);
+        int64_t need = 2 * ROWS + items[i].kv_heads * items[i].rows * items[i].heads *
+                                      ((p.d + NR - 1) / NR * NR);
         if (need > p.part) p.part = need;
     }
     const int64_t work = last * p.hq * longest * p.d;
