@@ -57,8 +57,8 @@ class StopStrings:
 
     def push(self, piece: str, armed: bool = True) -> Held:
         """Take text. Not ``armed``: no stop string may end in this piece, later ones may."""
-        if not piece:
-            return Held("")
+        if not self._held and self._heads.isdisjoint(piece):
+            return Held(piece)  # nothing can begin here
         text, known = self._held + piece, len(self._held)
         found = self._first(text, known) if armed else None
         if found is not None:
@@ -96,7 +96,7 @@ class StopStrings:
 class OutputState:
     """One request's way out: its ends, its text, its logprobs, its times.
 
-    ``plain``: a token that does not end it needs nothing but text. False until the first token.
+    ``plain``: of a token that does not end it only text is wanted. False until the first token.
     """
 
     __slots__ = (
@@ -172,25 +172,38 @@ class OutputProcessor:
         for row, chunk in out.prompt_logprobs:
             if planned[row].output.wants_prompt:
                 self._prompt_chunk(planned[row], chunk)
-        finished = Status.FINISHED
         for i, (r, n) in enumerate(zip(planned, out.counts.tolist(), strict=True)):
-            if not n or r.status is finished:
+            if not n or r.status is Status.FINISHED:
                 continue
-            output = r.output
-            if n == 1 and output.plain:
-                token = tokens[i][0]
-                if token not in output.ends and len(r.tokens) + 1 < r.request.limit:
-                    r.tokens.append(token)
-                    ids = (token,)
-                    reader = output.detokenizer
-                    text = "" if reader is None else reader.push(ids)
-                    deltas.append(Delta(r.request.id, ids, text))
-                    continue
-            delta = self._row(r, tokens[i][:n], found, i, now)
+            delta = self._plain(r, tokens[i][0], now) if n == 1 and r.output.plain else None
+            if delta is None:
+                delta = self._row(r, tokens[i][:n], found, i, now)
             deltas.append(delta)
             if delta.finish is not None:
                 over.append((r, delta))
         return deltas, over
+
+    def _plain(self, r: RequestState, token: int, now: float) -> Delta | None:
+        """The common row, and the hottest code here: one token of which only text is wanted.
+
+        None, and nothing done, if the token may end the request: ``_row`` decides that.
+        """
+        output, tokens = r.output, r.tokens
+        if token in output.ends or len(tokens) + 1 >= r.request.limit:
+            return None
+        tokens.append(token)
+        ids = (token,)
+        reader, stops = output.detokenizer, output.stops
+        text = "" if reader is None else reader.push(ids)
+        if stops is None:
+            return Delta(r.request.id, ids, text)
+        text, stop = stops.push(text, len(tokens) > output.min_len)
+        if stop is None:
+            return Delta(r.request.id, ids, text)
+        output.metrics.finished, output.metrics.output_tokens = now, r.output_tokens
+        return Delta(
+            r.request.id, ids, text, finish="stop", stop_reason=stop, metrics=output.metrics
+        )
 
     def _row(
         self, r: RequestState, ids: list[int], found: Logprobs | None, i: int, now: float
@@ -202,7 +215,7 @@ class OutputProcessor:
             ids = ids[:kept]
         if metrics.first_token is None:
             metrics.first_token = now
-            output.plain = r.grammar is None and output.stops is None and not output.wants_logprobs
+            output.plain = r.grammar is None and not output.wants_logprobs
         error = None if r.grammar is None else self._accept(r.grammar, ids)
         if error is not None:
             finish = "error"
