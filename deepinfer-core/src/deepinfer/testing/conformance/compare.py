@@ -45,6 +45,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
     "silu_mul": SINGLE,
     "gated_mlp": CHAINED,
     "rope": SINGLE,
+    "plan_attention": CHAINED,  # seen through the attention that uses the plan
     "attention": CHAINED,
     "route": SINGLE,
     "grouped_linear": SUMMED,

@@ -21,13 +21,14 @@ def kit_of(config: pytest.Config) -> Kit:
     if _KIT not in config.stash:
         name = config.getoption("--backend", None)
         if not name:
-            raise pytest.UsageError(
-                "say which backend: pytest --pyargs deepinfer.testing.conformance --backend NAME"
+            pytest.exit(
+                "say which backend: pytest --pyargs deepinfer.testing.conformance --backend NAME",
+                pytest.ExitCode.USAGE_ERROR,
             )
         try:
             kit = Kit(name, config.getoption("--device"), config.getoption("--dtype") or ())
         except LookupError as why:
-            raise pytest.UsageError(str(why)) from None
+            pytest.exit(str(why), pytest.ExitCode.USAGE_ERROR)
         config.stash[_KIT] = kit
         config.stash[_TALLY] = Tally()
     return config.stash[_KIT]

@@ -32,12 +32,23 @@ from deepinfer.testing.tiny import write_tiny_checkpoint
 CONTEXT = 128
 PAGE = 16
 MARGIN = {"float32": 1e-3, "bfloat16": 0.15}
-GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=20, logprobs=2, ignore_eos=True)
 SAMPLED = SamplingParams(
-    temperature=1.0, top_p=0.95, seed=7, max_tokens=24, logprobs=2, ignore_eos=True
+    temperature=1.0, top_p=0.95, seed=7, max_tokens=20, logprobs=2, ignore_eos=True
 )
 PROMPTS = [[3 + (7 * i + 11 * j) % 300 for j in range(n)] for i, n in enumerate((5, 1, 33, 70, 16))]
 Make = Callable[..., LLM]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """Tensors are tiny here: torch's threads would only wait for each other. A backend's own
+    threads are two all the same (``num_threads``).
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +96,7 @@ def _arguments(backend: str, dtype: str, **more: Any) -> dict[str, Any]:
         "max_num_seqs": 8,
         "generation_config": "none",
         "batch_invariant": False,
+        "num_threads": 2,
         "kv_cache_memory": pages * PAGE * 3 * 2 * 2 * 16 * (4 if dtype == "float32" else 2),
     }
     return {**defaults, **more}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from deepinfer.api import Impl, OpContext
+from deepinfer.errors import UnsupportedError
 from deepinfer.ops.table import table
 from torch import Tensor
 
@@ -113,3 +114,17 @@ class DeafBackend(FaultyBackend):
             return reference(q, k_cache, v_cache, plan, scale, None, sink, softcap)
 
         return attention
+
+
+class ModestBackend(FaultyBackend):
+    """No fault: an argument that it cannot serve is declined, by an error that names it."""
+
+    name, op = "sample-modest", "silu_mul"
+
+    def wrong(self) -> Callable[..., Any]:
+        def silu_mul(x: Tensor, limit: float | None = None) -> Tensor:
+            if limit is not None:
+                raise UnsupportedError("silu_mul has no limit on this backend.", setting="limit")
+            return table()["silu_mul"].reference(x)
+
+        return silu_mul

@@ -12,13 +12,14 @@ FAULTS = {
     "sample-spill": "Spill",
     "sample-leak": "Leak",
     "sample-deaf": "Deaf",
+    "sample-modest": "Modest",
 }
 
 
 @hookimpl
 def deepinfer_provide() -> list[Spec]:
     """A backend for each fault, with priorities that no choice without a name falls to."""
-    return [
+    backends = [
         BackendSpec(
             name=name,
             load=f"deepinfer_backend_sample.faults:{attribute}Backend",
@@ -28,3 +29,10 @@ def deepinfer_provide() -> list[Spec]:
         )
         for i, (name, attribute) in enumerate(FAULTS.items())
     ]
+    absent = BackendSpec(
+        name="sample-absent",
+        load="deepinfer_backend_sample.nowhere:Backend",
+        priority=-200,
+        probe=lambda: "its device is not in this machine",
+    )
+    return [*backends, absent]
