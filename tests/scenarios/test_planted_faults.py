@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from deepinfer.engine import cache, scheduler
-from deepinfer.engine.output import StopStrings
 from deepinfer.engine.pages import PagePool
 from deepinfer.engine.request import Status
+from deepinfer.engine.stops import StopStrings
 from deepinfer.testing import fake
 from deepinfer.testing.fake import FakeExecutor
 from deepinfer.testing.scenarios import make, run_scenario

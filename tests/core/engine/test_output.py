@@ -5,8 +5,9 @@ import time
 import numpy as np
 import pytest
 from deepinfer.api.plan import Fault, LogprobRows, StepOutput
-from deepinfer.engine.output import OutputProcessor, StopStrings, row_fault
+from deepinfer.engine.output import OutputProcessor, row_fault
 from deepinfer.engine.request import RequestState
+from deepinfer.engine.stops import StopStrings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -94,16 +94,17 @@ class PlanBuilder:
         self.left += 1
         self.pages = [write for write in self.pages if write[0] != r.slot]
 
-    def build(self, step: int, steady: SteadyRows) -> BatchPlan | None:
+    def build(self, memory: RowMemory) -> BatchPlan | None:
         """The plan, decodes first; None if no row is in it."""
         decodes = len(self.decoding)
         if not decodes and not self.rows:
             return None
+        memory.steps += 1
         draft_rows = min(self.draft_rows, (self.width - 1) * decodes)
         return BatchPlan(
-            step=step,
+            step=memory.steps,
             admits=tuple(self.admits),
-            rows=steady.block(self),
+            rows=memory.block(self),
             pages=np.array(self.pages, np.int32).reshape(-1, 3),
             draft_rows=draft_rows,
             shape=decodes + draft_rows + sum([row[2] for row in self.rows]),
@@ -111,10 +112,14 @@ class PlanBuilder:
         )
 
 
-class SteadyRows:
-    """Makes row blocks; while nothing but the same decodes runs, the block is made once."""
+class RowMemory:
+    """What one plan leaves for the next: the number of steps, and the rows of steady decodes.
+
+    While nothing but the same decodes runs, their block is made once.
+    """
 
     def __init__(self) -> None:
+        self.steps = 0
         self._slots: list[int] = []
         self._width = 0
         self._block: RowBlock | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer.api.policy import Budget, StepFacts
 from deepinfer.engine.cache import Admission, KVCache
-from deepinfer.engine.plan_builder import PlanBuilder, SteadyRows
+from deepinfer.engine.plan_builder import PlanBuilder, RowMemory
 from deepinfer.engine.policy import checked_budget, checked_order, checked_victim
 from deepinfer.engine.request import Ahead, RequestState, Status
 
@@ -52,8 +52,7 @@ class Scheduler:
         self.decodes = 0
         self.preemptions = 0
         self.cached_tokens = 0
-        self._step = 0
-        self._rows = SteadyRows()
+        self._rows = RowMemory()
         self._sorted = True  # the policy is asked again only when the queue has changed
 
     # Requests come and go.
@@ -97,9 +96,8 @@ class Scheduler:
         self._chunks(build)
         self._loaded(build)
         self._admissions(build)
-        plan = build.build(self._step + 1, self._rows)
+        plan = build.build(self._rows)
         if plan is not None:
-            self._step += 1
             self.planned = build.decoding + build.prefilling
             self.decodes = len(build.decoding)
         return plan

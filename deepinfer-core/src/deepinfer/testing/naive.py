@@ -1,127 +1,129 @@
-"""The honest naive path: one request, whole model, no scheduler. What engines are compared with.
+"""One request, one token at a time, everything looked at from the beginning: :func:`naive`.
 
-It speaks to a model exactly as a worker does (``DeviceBatch``, paged pools), so it also shows, in
-one screen, what a step needs.
+The oracle of ``scenarios.py``. It knows no pages, steps, bounds or drafts, decodes text with the
+standard library, and searches all of it for stop strings after every character.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import codecs
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from deepinfer.api.backend import Backend, OpContext
-from deepinfer.api.model import DeviceBatch, Taps
-from deepinfer.models.checkpoint import Checkpoint, open_checkpoint
-from deepinfer.models.registry import adapter_for, architectures_of, model_config
-from deepinfer.models.source import resolve
-from deepinfer.models.weights import load_weights
-from deepinfer.ops.backend import build_ops
-from deepinfer.parallel import single
+from deepinfer.api.plan import Request
+from deepinfer.testing.fake import FakeScript
+from deepinfer.testing.toy import (
+    ToyGrammar,
+    ToyTokenizer,
+    attend,
+    candidates,
+    draw,
+    entry,
+    process,
+    toy_logits,
+)
 
-
-class Pools:
-    """Paged KV of every layer, filled with NaN: what nobody wrote may not be read."""
-
-    def __init__(self, config: Any, pages: int, ctx: OpContext) -> None:
-        shape = (pages, ctx.page_size, config.kv_heads, config.head_dim)
-        self._layers = [
-            tuple(torch.full(shape, torch.nan, dtype=ctx.dtype) for _ in range(2))
-            for _ in range(config.layers)
-        ]
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        k_cache, v_cache = self._layers[index]
-        return k_cache, v_cache
+TOKENIZER = ToyTokenizer()
 
 
-class NaiveRunner:
-    """A loaded model and the loop that a textbook would write.
+class Answer(NamedTuple):
+    """What a request comes to."""
 
-    Args:
-        source: a checkpoint, or where one lies.
-        backend: whose ops.
-        ctx: its context; ``head_dim`` is filled in.
-        round_to: round weights to this type first.
-        max_model_len: longest text.
-    """
+    ids: tuple[int, ...]
+    text: str
+    finish: str
+    reason: int | str | None
+    logprobs: tuple[Any, ...]
+    prompt_logprobs: tuple[Any, ...] | None
 
-    def __init__(
-        self,
-        source: Checkpoint | Path | str,
-        backend: Backend,
-        ctx: OpContext,
-        *,
-        round_to: torch.dtype | None = None,
-        max_model_len: int = 512,
-    ) -> None:
-        if isinstance(source, (str, Path)):
-            source = open_checkpoint(resolve(str(source)))
-        adapter = adapter_for(architectures_of(source.config)[0])
-        config = dataclasses.replace(model_config(adapter, source), max_model_len=max_model_len)
-        self.config = config
-        self.ctx = dataclasses.replace(ctx, head_dim=config.head_dim)
-        self.ops = build_ops(backend, self.ctx)
-        self.model = adapter.build(config, self.ops, single())
-        self.bytes = load_weights(
-            self.model, adapter.weights(config), source, self.ops, ctx.dtype, round_to
-        )
-        self.pages = -(-max_model_len // ctx.page_size)
 
-    def hidden(
-        self,
-        ids: Sequence[int],
-        chunks: Sequence[int] | None = None,
-        taps: Taps | None = None,
-        first_page: int = 0,
-    ) -> Tensor:
-        """Hidden rows of a text, run in chunks of these sizes (one chunk by default).
+def naive(request: Request, script: FakeScript) -> Answer:
+    """One token at a time, everything looked at from the beginning."""
+    tokens, prompt_logprobs, summary = list(request.token_ids), None, 0
+    params, asked = request.row_params, request.sampling
+    prompt_len = len(tokens)
+    if asked.prompt_logprobs is not None:
+        prompt_logprobs = (None, *_prompt_logprobs(request, script))
+    for p, token in enumerate(tokens[:-1]):
+        summary = attend(summary, entry(summary, token, p), p)
+    grammar = None
+    if request.structured is not None:
+        grammar = ToyGrammar(request.structured, script.vocab_size)
+    reader, logprobs = _Reader(request), list[Any]()
+    while True:
+        if tokens[-1] == script.poison:
+            return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
+        p = len(tokens) - 1
+        summary = attend(summary, entry(summary, tokens[-1], p), p)
+        raw = toy_logits(summary, script.vocab_size)
+        z = process(raw, tokens, params, None if grammar is None else grammar.mask())
+        token = draw(z, request.seed, len(tokens), params.temperature)
+        if token < 0:
+            return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
+        tokens.append(token)
+        if asked.logprobs is not None:
+            logprobs.append(_table(*candidates(raw, token, params.logprobs)))
+        if grammar is not None:
+            assert grammar.advance(token)
+        finish = reader.push(token, len(tokens))
+        if finish is not None:
+            ids, text = tuple(tokens[prompt_len:]), reader.text
+            return Answer(ids, text, *finish, tuple(logprobs), prompt_logprobs)
 
-        ``first_page``: where its pages begin; results may not depend on it.
-        """
-        pools = Pools(self.config, first_page + self.pages, self.ctx)
-        out, begin = [], 0
-        with torch.inference_mode():
-            for size in chunks or [len(ids)]:
-                batch = self.batch(ids[begin : begin + size], begin, first_page)
-                out.append(self.model.forward(batch, pools, taps))
-                begin += size
-        return torch.cat(out)
 
-    def logits(self, ids: Sequence[int], chunks: Sequence[int] | None = None) -> Tensor:
-        """float32[len(ids), V]."""
-        with torch.inference_mode():
-            return self.model.logits(self.hidden(ids, chunks))
+def _failed(ids: list[int], text: str, logprobs: list[Any], prompt: Any) -> Answer:
+    return Answer(tuple(ids), text, "error", None, tuple(logprobs), prompt if ids else None)
 
-    def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
-        """``count`` ids after a prompt, and the logits that each was taken from."""
-        pools = Pools(self.config, self.pages, self.ctx)
-        ids, rows, begin = list(prompt), [], 0
-        with torch.inference_mode():
-            for _ in range(count):
-                batch = self.batch(ids[begin:], begin)
-                begin = len(ids)
-                hidden = self.model.forward(batch, pools, None)
-                rows.append(self.model.logits(hidden[-1:])[0])
-                ids.append(int(rows[-1].argmax()))
-        return ids[len(prompt) :], torch.stack(rows)
 
-    def batch(self, ids: Sequence[int], begin: int, first_page: int = 0) -> DeviceBatch:
-        """The step that runs these ids from position ``begin`` on."""
-        page_size, count = self.ctx.page_size, len(ids)
-        table = torch.arange(first_page, first_page + self.pages, dtype=torch.int32)[None]
-        start, counts = torch.tensor([begin]), torch.tensor([count])
-        rows, positions = self.ops.expand_rows(start, counts, count)
-        cu_q = torch.tensor([0, count], dtype=torch.int32)
-        return DeviceBatch(
-            ids=torch.tensor(ids),
-            positions=positions,
-            row_of_token=rows,
-            kv_slots=positions + first_page * page_size,
-            attn=self.ops.plan_attention(table, start + counts, cu_q, page_size),
-            logit_rows=torch.tensor([count - 1]),
-        )
+def _table(ids: list[int], values: list[float], rank: int) -> dict[int, tuple[float, int]]:
+    table = {t: (float(np.float32(v)), k) for k, (t, v) in enumerate(zip(ids, values, strict=True))}
+    return {**table, ids[0]: (float(np.float32(values[0])), rank)}
+
+
+def _prompt_logprobs(request: Request, script: FakeScript) -> list[dict[int, tuple[float, int]]]:
+    summary, found = 0, []
+    for p, token in enumerate(request.token_ids[:-1]):
+        summary = attend(summary, entry(summary, token, p), p)
+        z = toy_logits(summary, script.vocab_size)
+        best = candidates(z, request.token_ids[p + 1], request.row_params.prompt_logprobs)
+        found.append(_table(*best))
+    return found
+
+
+class _Reader:
+    """Text and stops of the naive loop: the whole text is searched after every character."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.asked = request.sampling
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.text = ""
+
+    def push(self, token: int, length: int) -> tuple[str, int | str | None] | None:
+        """Why it ends with this token, if it does."""
+        asked, prompt_len = self.asked, len(self.request.token_ids)
+        armed = length - prompt_len > asked.min_tokens
+        eos = () if asked.ignore_eos else self.request.eos_ids
+        ends = armed and (token in eos or token in asked.stop_token_ids)
+        shown = not ends or asked.include_stop_str_in_output
+        if shown and not (asked.skip_special_tokens and token in TOKENIZER.special_ids):
+            stop = self._read(self.decoder.decode(TOKENIZER.token_bytes(token)), armed)
+            if stop is not None:
+                return "stop", stop
+        if ends or length >= self.request.limit:
+            stop = self._read(self.decoder.decode(b"", final=True), armed)
+            if ends:
+                return "stop", token if token in asked.stop_token_ids else None
+            return ("stop", stop) if stop else ("length", None)
+        return None
+
+    def _read(self, piece: str, armed: bool) -> str | None:
+        for char in piece:
+            self.text += char
+            for stop in sorted(self.asked.stop, key=len, reverse=True) if armed else ():
+                if self.text.endswith(stop):
+                    if not self.asked.include_stop_str_in_output:
+                        self.text = self.text[: -len(stop)]
+                    return str(stop)
+        return None

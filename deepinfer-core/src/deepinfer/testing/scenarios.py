@@ -8,14 +8,11 @@ a time and knows no pages, steps or drafts. ``python -m deepinfer.testing.scenar
 
 from __future__ import annotations
 
-import codecs
 import random
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from deepinfer.api.plan import Delta, Request
 from deepinfer.config import EngineConfig
@@ -25,33 +22,12 @@ from deepinfer.engine.policy import FCFSPolicy, PriorityPolicy
 from deepinfer.engine.request import mix
 from deepinfer.sampling_params import SamplingParams
 from deepinfer.testing.fake import FakeExecutor, FakeScript
-from deepinfer.testing.toy import (
-    MemoryStore,
-    ToyGrammar,
-    ToyGrammarBackend,
-    ToyTokenizer,
-    attend,
-    candidates,
-    draw,
-    entry,
-    process,
-    toy_logits,
-)
+from deepinfer.testing.naive import Answer, naive
+from deepinfer.testing.toy import MemoryStore, ToyGrammar, ToyGrammarBackend, ToyTokenizer
 
 EOS = frozenset({0})
 STOPS = ("ab", "bca", "c a", "é", "aba", "€", "b\n", "xa", "bb", "caba", "a")
 TOKENIZER = ToyTokenizer()
-
-
-class Answer(NamedTuple):
-    """What a request comes to."""
-
-    ids: tuple[int, ...]
-    text: str
-    finish: str
-    reason: int | str | None
-    logprobs: tuple[Any, ...]
-    prompt_logprobs: tuple[Any, ...] | None
 
 
 @dataclass
@@ -81,100 +57,6 @@ class Tally:
         """Sum up."""
         for name in vars(self):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-# The naive loop.
-
-
-def naive(request: Request, script: FakeScript) -> Answer:
-    """One token at a time, everything looked at from the beginning."""
-    tokens, prompt_logprobs, summary = list(request.token_ids), None, 0
-    params, asked = request.row_params, request.sampling
-    prompt_len = len(tokens)
-    if asked.prompt_logprobs is not None:
-        prompt_logprobs = (None, *_prompt_logprobs(request, script))
-    for p, token in enumerate(tokens[:-1]):
-        summary = attend(summary, entry(summary, token, p), p)
-    grammar = None
-    if request.structured is not None:
-        grammar = ToyGrammar(request.structured, script.vocab_size)
-    reader, logprobs = _Reader(request), list[Any]()
-    while True:
-        if tokens[-1] == script.poison:
-            return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
-        p = len(tokens) - 1
-        summary = attend(summary, entry(summary, tokens[-1], p), p)
-        raw = toy_logits(summary, script.vocab_size)
-        z = process(raw, tokens, params, None if grammar is None else grammar.mask())
-        token = draw(z, request.seed, len(tokens), params.temperature)
-        if token < 0:
-            return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
-        tokens.append(token)
-        if asked.logprobs is not None:
-            logprobs.append(_table(*candidates(raw, token, params.logprobs)))
-        if grammar is not None:
-            assert grammar.advance(token)
-        finish = reader.push(token, len(tokens))
-        if finish is not None:
-            ids, text = tuple(tokens[prompt_len:]), reader.text
-            return Answer(ids, text, *finish, tuple(logprobs), prompt_logprobs)
-
-
-def _failed(ids: list[int], text: str, logprobs: list[Any], prompt: Any) -> Answer:
-    return Answer(tuple(ids), text, "error", None, tuple(logprobs), prompt if ids else None)
-
-
-def _table(ids: list[int], values: list[float], rank: int) -> dict[int, tuple[float, int]]:
-    table = {t: (float(np.float32(v)), k) for k, (t, v) in enumerate(zip(ids, values, strict=True))}
-    return {**table, ids[0]: (float(np.float32(values[0])), rank)}
-
-
-def _prompt_logprobs(request: Request, script: FakeScript) -> list[dict[int, tuple[float, int]]]:
-    summary, found = 0, []
-    for p, token in enumerate(request.token_ids[:-1]):
-        summary = attend(summary, entry(summary, token, p), p)
-        z = toy_logits(summary, script.vocab_size)
-        best = candidates(z, request.token_ids[p + 1], request.row_params.prompt_logprobs)
-        found.append(_table(*best))
-    return found
-
-
-class _Reader:
-    """Text and stops of the naive loop: the whole text is searched after every character."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.asked = request.sampling
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.text = ""
-
-    def push(self, token: int, length: int) -> tuple[str, int | str | None] | None:
-        """Why it ends with this token, if it does."""
-        asked, prompt_len = self.asked, len(self.request.token_ids)
-        armed = length - prompt_len > asked.min_tokens
-        eos = () if asked.ignore_eos else self.request.eos_ids
-        ends = armed and (token in eos or token in asked.stop_token_ids)
-        shown = not ends or asked.include_stop_str_in_output
-        if shown and not (asked.skip_special_tokens and token in TOKENIZER.special_ids):
-            stop = self._read(self.decoder.decode(TOKENIZER.token_bytes(token)), armed)
-            if stop is not None:
-                return "stop", stop
-        if ends or length >= self.request.limit:
-            stop = self._read(self.decoder.decode(b"", final=True), armed)
-            if ends:
-                return "stop", token if token in asked.stop_token_ids else None
-            return ("stop", stop) if stop else ("length", None)
-        return None
-
-    def _read(self, piece: str, armed: bool) -> str | None:
-        for char in piece:
-            self.text += char
-            for stop in sorted(self.asked.stop, key=len, reverse=True) if armed else ():
-                if self.text.endswith(stop):
-                    if not self.asked.include_stop_str_in_output:
-                        self.text = self.text[: -len(stop)]
-                    return str(stop)
-        return None
 
 
 # Making a scenario.
