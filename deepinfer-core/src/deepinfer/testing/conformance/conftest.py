@@ -9,29 +9,7 @@ from typing import Any
 import pytest
 
 from deepinfer.testing.conformance.kit import Kit
-from deepinfer.testing.conformance.level import Tally
-
-_KIT = pytest.StashKey[Kit]()
-_TALLY = pytest.StashKey[Tally]()
-DECLINED = "declines "
-
-
-def kit_of(config: pytest.Config) -> Kit:
-    """The session's kit, made at the first need."""
-    if _KIT not in config.stash:
-        name = config.getoption("--backend", None)
-        if not name:
-            pytest.exit(
-                "say which backend: pytest --pyargs deepinfer.testing.conformance --backend NAME",
-                pytest.ExitCode.USAGE_ERROR,
-            )
-        try:
-            kit = Kit(name, config.getoption("--device"), config.getoption("--dtype") or ())
-        except LookupError as why:
-            pytest.exit(str(why), pytest.ExitCode.USAGE_ERROR)
-        config.stash[_KIT] = kit
-        config.stash[_TALLY] = Tally()
-    return config.stash[_KIT]
+from deepinfer.testing.conformance.session import DECLINED, KIT, TALLY, kit_of
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
     """Count what passed, failed and was declined."""
     outcome = yield
-    report, tally = outcome.get_result(), item.config.stash.get(_TALLY, None)  # type: ignore[attr-defined]
+    report, tally = outcome.get_result(), item.config.stash.get(TALLY, None)  # type: ignore[attr-defined]
     if tally is None:
         return
     if report.failed:
@@ -77,7 +55,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A run of some tests is no judgement of the whole."""
-    tally = session.config.stash.get(_TALLY, None)
+    tally = session.config.stash.get(TALLY, None)
     if tally is not None:
         here = Path(__file__).parent
         ran = {item.path for item in session.items}
@@ -87,15 +65,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Left out by ``-k`` or ``-m``."""
     for item in items[:1]:
-        if _TALLY in item.config.stash:
-            item.config.stash[_TALLY].deselected = True
+        if TALLY in item.config.stash:
+            item.config.stash[TALLY].deselected = True
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """The level, as the last words before pytest's own."""
-    if _KIT not in config.stash:
+    if KIT not in config.stash:
         return
-    kit, tally = config.stash[_KIT], config.stash[_TALLY]
+    kit, tally = config.stash[KIT], config.stash[TALLY]
     terminalreporter.section("DeepInfer conformance")
     terminalreporter.line(tally.line(kit.name))
     if path := config.getoption("--badge", None):

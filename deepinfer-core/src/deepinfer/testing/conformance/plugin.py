@@ -17,8 +17,20 @@ KIT = "deepinfer.testing.conformance"
 
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
     """Add the options if this run names the kit, as a package or by its path."""
-    if any(KIT in arg.replace("/", ".").replace("\\", ".") for arg in args):
+    if _names_the_kit(args):
         _add_options(parser.getgroup("deepinfer", "DeepInfer conformance kit"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the backend before anything is collected; a wrong name ends the run at once."""
+    if _names_the_kit(config.args):
+        from deepinfer.testing.conformance.session import open_session
+
+        open_session(config)
+
+
+def _names_the_kit(args: list[str]) -> bool:
+    return any(KIT in arg.replace("/", ".").replace("\\", ".") for arg in args)
 
 
 def _add_options(group: Any) -> None:

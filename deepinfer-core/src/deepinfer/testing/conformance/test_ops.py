@@ -9,9 +9,9 @@ import torch
 
 from deepinfer.api.ops import OP_NAMES
 from deepinfer.testing.conformance.compare import difference, tolerance
-from deepinfer.testing.conformance.conftest import DECLINED, kit_of
 from deepinfer.testing.conformance.inputs import CASES, Case
 from deepinfer.testing.conformance.kit import Kit, Run, reference_run, tensors
+from deepinfer.testing.conformance.session import DECLINED, kit_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

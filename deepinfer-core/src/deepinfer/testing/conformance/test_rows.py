@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from deepinfer.testing.conformance.compare import difference, tolerance
-from deepinfer.testing.conformance.conftest import kit_of
 from deepinfer.testing.conformance.draw import Draw
 from deepinfer.testing.conformance.kit import Kit, Run, same_bits, tensors
 from deepinfer.testing.conformance.pages import Paged
 from deepinfer.testing.conformance.rows import BY_ROW, ByRow, Rows
+from deepinfer.testing.conformance.session import kit_of
 
 COUNT = 9
 BIG_COUNT = 131
