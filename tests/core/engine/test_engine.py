@@ -41,6 +41,14 @@ def test_what_can_never_run_is_refused(lab, prompt, options, setting, words):
     assert not engine.has_work()
 
 
+def test_stop_texts_need_a_tokenizer(lab):
+    engine = lab.engine(tokenizer=None)
+    with pytest.raises(InvalidRequestError, match="stop texts need a tokenizer"):
+        engine.add(lab.request(stop="a"))
+    engine.add(lab.request())
+    assert lab.run(engine)["r"][1].text == ""
+
+
 def test_an_id_is_used_once_at_a_time(lab):
     engine = lab.engine()
     engine.add(lab.request("twin"))

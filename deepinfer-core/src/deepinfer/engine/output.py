@@ -15,7 +15,7 @@ from deepinfer.api.plan import Delta, Fault, RequestMetrics, TokenLogprob
 from deepinfer.engine.detokenizer import IncrementalDetokenizer
 from deepinfer.engine.request import RequestState, Status
 from deepinfer.engine.stops import Held, StopStrings
-from deepinfer.errors import ModelFaultError
+from deepinfer.errors import InvalidRequestError, ModelFaultError
 
 if TYPE_CHECKING:
     from deepinfer.api.grammar import Grammar
@@ -101,6 +101,12 @@ class OutputProcessor:
 
     def state(self, request: Request) -> OutputState:
         """The output side of a new request."""
+        if request.sampling.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                f"Request {request.id}: stop texts need a tokenizer, and this engine has none.",
+                setting="stop",
+                next_step="Use stop_token_ids.",
+            )
         return OutputState(request, self.tokenizer)
 
     def take(
