@@ -129,8 +129,8 @@ static void load_keys(const attn_args *p, const tile_rows *t, const tile_rows *n
                                            : bf16_to_f32(((const uint16_t *)t->k[j + r])[i]);
         for (int r = j; r < j + 8 && r < next->hi; r++)
             for (int64_t o = 0; r >= next->lo && o < bytes; o += 64) {
-                __builtin_prefetch(next->k[r] + o);
-                __builtin_prefetch(next->v[r] + o);
+                __builtin_prefetch(next->k[r] + o, 0, 2);
+                __builtin_prefetch(next->v[r] + o, 0, 2);
             }
     }
 }

@@ -95,17 +95,19 @@ typedef struct {
     int dt, mr_max;
 } pack_x_args;
 
-/* Row tile t of x as fp32 [k][mr]. */
+/* Row tile t of x as fp32 [k][mr], in pieces that stay in the first cache. */
+#define PACK_K 128
+
 static void pack_x(void *ctx, int64_t from, int64_t to) {
     const pack_x_args *p = ctx;
     const int64_t tiles = (p->m + p->mr_max - 1) / p->mr_max;
     const size_t es = p->dt == DT_F32 ? 4 : 2;
     for (int64_t t = from; t < to; t++) {
         const int64_t a = t * p->m / tiles, mr = (t + 1) * p->m / tiles - a;
-        float *dst = p->to + a * p->k, line[512];
-        for (int64_t r = 0; r < mr; r++)
-            for (int64_t k0 = 0; k0 < p->k; k0 += 512) {
-                const int64_t n = p->k - k0 < 512 ? p->k - k0 : 512;
+        float *dst = p->to + a * p->k, line[PACK_K];
+        for (int64_t k0 = 0; k0 < p->k; k0 += PACK_K)
+            for (int64_t r = 0; r < mr; r++) {
+                const int64_t n = p->k - k0 < PACK_K ? p->k - k0 : PACK_K;
                 const char *src = p->x + (size_t)((a + r) * p->ld + k0) * es;
                 const float *row = (const float *)(const void *)src;
                 if (mr == 1) {

@@ -169,26 +169,33 @@ static void logprobs_row(const logprob_args *p, int64_t row) {
             acc[l] = acc[l] + vexp(vsel_ord(vload_pad(z, i + l * VW, n), ninf) - vset(max));
     const float sum = lanes_sum(acc), lsum = sum > 0.0f ? logf(sum) : 0.0f;
     const float mine = z[c] == z[c] ? (z[c] - max) - lsum : -INFINITY;
-    const vf below = vset(nextafterf(mine, -INFINITY));
-    float *best = p->values + row * p->k;
+    const vf bar = vset(mine), one = vset(1.0f), zero = vset(0.0f);
+    float *best = p->values + row * p->k, counts[VW];
     int32_t *ids = p->ids + row * p->k;
     int64_t have = 0, before = 0;
+    vf ahead = zero;
     for (int64_t i = 0; i < n; i += VW) {
         const vf x = vsel_ord(vload_pad(z, i, n), ninf) - vset(max) - vset(lsum);
-        const int count = mine == -INFINITY || vany_gt(x, below);
-        const int keep = p->k && (have < p->k || vany_gt(x, vset(best[p->k - 1])));
-        if (!count && !keep) continue;
+        /* an equal id counts if it is lower; the block of c itself is counted below */
+        if (i + VW <= c) ahead = ahead + vsel_gt(bar, x, zero, one);
+        else if (i > c) ahead = ahead + vsel_gt(x, bar, one, zero);
+        if (!(i <= c && c < i + VW) && have == p->k &&
+            (!p->k || !vany_gt(x, vset(best[p->k - 1]))))
+            continue;
         float value[VW];
         vstore(value, x);
         for (int64_t j = 0; j < VW && i + j < n; j++) {
-            before += value[j] > mine || (value[j] == mine && i + j < c);
-            if (!keep || (have == p->k && !(value[j] > best[have - 1]))) continue;
+            if (i <= c && c < i + VW)
+                before += value[j] > mine || (value[j] == mine && i + j < c);
+            if (have == p->k && (!p->k || !(value[j] > best[have - 1]))) continue;
             int64_t at = have < p->k ? have++ : have - 1;
             for (; at > 0 && value[j] > best[at - 1]; at--)
                 best[at] = best[at - 1], ids[at] = ids[at - 1];
             best[at] = value[j], ids[at] = (int32_t)(i + j);
         }
     }
+    vstore(counts, ahead);
+    for (int i = 0; i < VW; i++) before += (int64_t)counts[i];
     p->chosen_value[row] = mine;
     p->rank[row] = (int32_t)(before + 1);
 }
