@@ -16,15 +16,6 @@ from typing import Final
 
 import click
 
-from deepinfer import __version__
-from deepinfer.errors import (
-    ConfigError,
-    DeepInferError,
-    InvalidRequestError,
-    ModelNotFoundError,
-)
-
-_BAD_INPUT: Final = (ConfigError, InvalidRequestError, ModelNotFoundError)
 _COMMANDS: Final = {
     "generate": ("deepinfer.cli.generate:generate", "Continue prompts: arguments, files, stdin."),
     "chat": ("deepinfer.cli.chat:chat", "Talk with a model in the terminal."),
@@ -56,7 +47,7 @@ class _Lazy(click.Group):
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="deepinfer")
+@click.version_option(package_name="deepinfer-core", prog_name="deepinfer")
 @click.option("-v", "--verbose", count=True, help="Log what happens; -vv logs every step.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.pass_context
@@ -73,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """0 done, 1 failed, 2 the input was wrong, 130 interrupted."""
+    from deepinfer import errors
+
     try:
         code = cli.main(args=argv, prog_name="deepinfer", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -82,13 +75,14 @@ def run(argv: list[str]) -> int:
     except click.Abort:
         click.echo("Interrupted.", err=True)
         return 130
-    except DeepInferError as why:
+    except errors.DeepInferError as why:
         if "--debug" in argv:
             traceback.print_exc()
         click.echo(f"error: {why.message}", err=True)
         if why.next_step:
             click.echo(why.next_step, err=True)
-        return 2 if isinstance(why, _BAD_INPUT) else 1
+        bad_input = (errors.ConfigError, errors.InvalidRequestError, errors.ModelNotFoundError)
+        return 2 if isinstance(why, bad_input) else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import torch
 from deepinfer.api.plan import Admit, BatchPlan, RowBlock, RowParams
 from deepinfer.config import EngineConfig
 from deepinfer.testing import determinism
-from deepinfer.testing.determinism import CONDITIONS, Condition, Finding, Lab, Report, workload
+from deepinfer.testing.determinism import Report
+from deepinfer.testing.lab import CONDITIONS, Condition, Finding, Lab, workload
 from deepinfer.testing.trace import Difference, Place, Tracer, first_difference, rewrap, watch
 
 

@@ -149,8 +149,6 @@ class VLLM:
     """vLLM's offline class, in this process; ``model`` is a directory with safetensors."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # ours to set: this process is a child
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         import torch
         from vllm import LLM, SamplingParams
 

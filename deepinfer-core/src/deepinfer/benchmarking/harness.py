@@ -7,7 +7,6 @@ a noisy minute hits all of them; what is reported are medians over rounds and ra
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Final
 from deepinfer.benchmarking.workloads import HIGHER_IS_BETTER, UNITS, WORKLOADS, Workload
 
 PEERS: Final = ("transformers", "llama.cpp", "vllm")
+_VARIABLES: Final = ("VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_CPU_KVCACHE_SPACE=2")
 _CHILD: Final = Path(__file__).with_name("child.py")
 
 
@@ -82,16 +82,15 @@ class Child:
 
     def __init__(self, contestant: Contestant) -> None:
         self.label = contestant.label
-        threads = str(contestant.spec["threads"])
-        # The child's environment is the harness's to set: every engine gets the same threads.
-        quiet = {"OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        # Through env(1): variables for the child only, this process's own stay unread.
+        variables = [f"OMP_NUM_THREADS={contestant.spec['threads']}", *_VARIABLES]
+        engine = [contestant.python, str(_CHILD), contestant.engine, json.dumps(contestant.spec)]
         self._process = subprocess.Popen(
-            [contestant.python, str(_CHILD), contestant.engine, json.dumps(contestant.spec)],
+            ["env", *variables, *engine],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, **quiet},
         )
         self.hello = self._read()
 
