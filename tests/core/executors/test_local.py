@@ -47,10 +47,10 @@ def started(tiny):
     executor.close()
 
 
-def first_plan(prompt=(5, 6, 7), limit=20):
+def first_plan(prompt=(5, 6, 7), limit=20, step=0):
     admit = Admit(1, np.array(prompt, np.int32), limit, 3, RowParams(len(prompt), temperature=0.0))
     rows = RowBlock(np.array([[1, 0, len(prompt), 1, 0]], np.int32))
-    return BatchPlan(0, (admit,), rows, np.array([[1, 0, 3], [1, 1, 9]], np.int32))
+    return BatchPlan(step, (admit,), rows, np.array([[1, 0, 3], [1, 1, 9]], np.int32))
 
 
 def decode_plan(step):
@@ -72,12 +72,11 @@ def test_a_decode_loop(started, tiny):
     assert facts.architecture == "LlamaForCausalLM" and facts.vocab_size == 320
     assert facts.dtype == "float32" and facts.backend == "reference" and facts.draft_len == 0
     assert facts.weight_bytes > 0 and facts.load_seconds > 0 and facts.max_model_len == 512
-    from deepinfer.api.backend import OpContext
-    from deepinfer.ops.backend import ReferenceBackend
-    from deepinfer.testing.naive import NaiveRunner
-
-    ctx = OpContext(dtype=torch.float32, device=torch.device("cpu"))
-    assert ids == NaiveRunner(tiny, ReferenceBackend(), ctx).greedy([5, 6, 7], 8)[0]
+    again = [5, 6, 7]
+    for step in range(8):  # one id at a time, each from a fresh run over the whole text
+        executor.forward(first_plan(again, step=10 + step))
+        again.append(int(executor.sample(10 + step, None).result().tokens[0, 0]))
+    assert again[3:] == ids
 
 
 def test_answers_and_calls(started):

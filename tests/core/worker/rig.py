@@ -10,12 +10,18 @@ import math
 import numpy as np
 import torch
 from deepinfer.api.backend import OpContext
+from deepinfer.api.model import DeviceBatch
 from deepinfer.api.plan import DECODE, Admit, BatchPlan, RowBlock, RowInputs, RowParams
-from deepinfer.ops.backend import ReferenceBackend
+from deepinfer.models.checkpoint import open_checkpoint
+from deepinfer.models.llama import LlamaAdapter
+from deepinfer.models.registry import model_config
+from deepinfer.models.source import resolve
+from deepinfer.models.weights import load_weights
+from deepinfer.ops.backend import ReferenceBackend, build_ops
+from deepinfer.parallel import single
 from deepinfer.sampling.philox import gumbel
 from deepinfer.sampling.sampler import GumbelSampler
 from deepinfer.sampling.verify import EqualityVerifier
-from deepinfer.testing.naive import NaiveRunner
 from deepinfer.testing.tiny import VOCAB, write_tiny_checkpoint
 from deepinfer.worker.drafting import NullDrafter
 from deepinfer.worker.kvpool import KVPool
@@ -27,17 +33,55 @@ CPU = torch.device("cpu")
 NO_PAGES = np.zeros((0, 3), np.int32)
 
 
+class Naive:
+    """A loaded tiny llama with invariant ops: equal text must mean equal bits."""
+
+    def __init__(self, path):
+        checkpoint = open_checkpoint(resolve(str(path)))
+        adapter = LlamaAdapter()
+        config = model_config(adapter, checkpoint)
+        self.config = dataclasses.replace(config, max_model_len=64)
+        ctx = OpContext(
+            dtype=torch.float32,
+            device=CPU,
+            invariant=True,
+            page_size=PAGE,
+            head_dim=config.head_dim,
+        )
+        self.ops = build_ops(ReferenceBackend(), ctx)
+        self.model = adapter.build(self.config, self.ops, single())
+        rules = adapter.weights(self.config)
+        load_weights(self.model, rules, checkpoint, self.ops, torch.float32)
+        self.spec = adapter.kv_spec(self.config, 4)
+
+    def logits(self, ids):
+        """float32[len(ids), V] of a whole text, in one go and with a cache of its own."""
+        n, pages = len(ids), -(-len(ids) // PAGE)
+        place = torch.arange(n)
+        batch = DeviceBatch(
+            ids=torch.tensor(ids),
+            positions=place,
+            row_of_token=torch.zeros_like(place),
+            kv_slots=place,
+            attn=self.ops.plan_attention(
+                torch.arange(pages, dtype=torch.int32)[None],
+                torch.tensor([n]),
+                torch.tensor([0, n], dtype=torch.int32),
+                PAGE,
+            ),
+            logit_rows=place,
+        )
+        kv = KVPool(self.spec, pages, PAGE, torch.float32, CPU)
+        with torch.inference_mode():
+            return self.model.logits(self.model.forward(batch, kv))
+
+
 def load(path):
-    """A tiny llama with invariant ops: equal text must mean equal bits."""
-    ctx = OpContext(dtype=torch.float32, device=CPU, invariant=True, page_size=PAGE)
-    return NaiveRunner(write_tiny_checkpoint(path), ReferenceBackend(), ctx, max_model_len=64)
+    return Naive(write_tiny_checkpoint(path))
 
 
 def make_runner(naive, *, slots=4, drafter=None, max_len=64, pages=100):
-    from deepinfer.models.registry import adapter_for
-
     drafter = drafter or NullDrafter()
-    spec = adapter_for("LlamaForCausalLM").kv_spec(naive.config, 4)
     shape = SlotShape(
         slots=slots, max_len=max_len, page_size=PAGE, vocab_size=VOCAB, draft_len=drafter.draft_len
     )
@@ -45,7 +89,7 @@ def make_runner(naive, *, slots=4, drafter=None, max_len=64, pages=100):
         Rig(
             model=naive.model,
             ops=naive.ops,
-            kv=KVPool(spec, pages, PAGE, torch.float32, CPU),
+            kv=KVPool(naive.spec, pages, PAGE, torch.float32, CPU),
             device=ReferenceBackend().open(0),
             slots=SlotTable(shape, CPU),
             drafter=drafter,
