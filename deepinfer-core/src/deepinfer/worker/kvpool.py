@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class KVPool:
     """``layer(i)`` gives (k, v), each [pages, page_size, HKV, D]; a :class:`api.model.KVPools`.
 
-    Memory starts as zeros. On a CPU the system gives zeroed pages when they are first touched, so
-    a pool costs what is used of it.
+    Memory starts as zeros; on a CPU a pool costs what is used of it.
 
     Args:
         spec: the model's groups; those that grow are pooled, a state group is refused.
@@ -50,7 +49,7 @@ class KVPool:
         self.nbytes = total * dtype.itemsize
         self.num_pages = num_pages
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        memory, at = _zeros(self.nbytes, dtype, device), 0
+        memory, at = lazy_zeros(total, dtype, device), 0
         for layer, shape in sorted(shapes.items()):
             size = prod(shape)
             pair = memory[at : at + 2 * size].view(2, *shape)
@@ -66,7 +65,8 @@ class KVPool:
         self._layers.clear()
 
 
-def _zeros(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cpu":  # calloc: torch.zeros would touch every page now
-        return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype)
-    return torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+def lazy_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost memory when they are touched, on a CPU; ``torch.zeros`` touches all."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)
+    return torch.zeros(count, dtype=dtype, device=device)

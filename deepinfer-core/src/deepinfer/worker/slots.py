@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deepinfer.api.plan import DECODE
 from deepinfer.sampling.transfer import to_device
+from deepinfer.worker.kvpool import lazy_zeros
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +62,8 @@ class SlotTable:
         self.device = device
         self.width = shape.max_len + shape.draft_len + 1
         max_pages = -(-self.width // shape.page_size)
-        self.tokens = torch.zeros((shape.slots, self.width), dtype=torch.int32, device=device)
+        tokens = lazy_zeros(shape.slots * self.width, torch.int32, device)
+        self.tokens = tokens.view(shape.slots, self.width)  # most texts end long before max_len
         self.pages = torch.zeros((shape.slots, max_pages), dtype=torch.int32, device=device)
         # One matrix for each type, so that entering a slot is two writes.
         self._ints = torch.zeros((5, shape.slots), dtype=torch.int64, device=device)
