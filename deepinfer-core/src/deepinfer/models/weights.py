@@ -103,9 +103,10 @@ def _check(rules: list[WeightRule], checkpoint: Checkpoint) -> None:
         if rule.view is not None and not rule.stack:
             assert math.prod(rule.view) == sum(math.prod(s) for s in rule.shapes), rule.parameter
     if problems:
-        more = f" ({len(problems) - 1} more tensors do not fit.)" if len(problems) > 1 else ""
+        others = len(problems) - 1
+        more = f"; {others} more misfits" if others else ""
         raise ModelLoadError(
-            f"The checkpoint {problems[0]}.{more}",
+            f"The checkpoint {problems[0]}{more}.",
             next_step="Its config.json may belong to another model, or a file may be missing.",
         )
 

@@ -85,6 +85,11 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
+def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
+    """A family's config.json, with fields set on top."""
+    return {**_BASE, **FAMILIES[family], **overrides}
+
+
 def write_tiny_checkpoint(
     path: Path | str,
     family: str = "llama",
@@ -104,7 +109,7 @@ def write_tiny_checkpoint(
 
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    config = {**_BASE, **FAMILIES[family], **(overrides or {}), "torch_dtype": str(dtype)[6:]}
+    config = {**tiny_config(family, **(overrides or {})), "torch_dtype": str(dtype)[6:]}
     (directory / "config.json").write_text(json.dumps(config, indent=1))
     generator = torch.Generator().manual_seed(seed)
     tensors = {
