@@ -237,3 +237,26 @@ def test_a_request_can_leave_while_it_loads(lab):
     assert engine.abort("two") and engine.cache.leaving
     assert lab.run(engine)["two"][1].finish == "abort"
     assert not engine.cache.leaving
+
+
+@pytest.mark.parametrize("method", ["lookup", "load", "store"])
+def test_a_store_that_raises_is_used_no_more(lab, caplog, method):
+    engine, store = tiered(lab)
+    engine.add(lab.request("one", PROMPT, max_tokens=6))
+    right = lab.run(engine)["one"][0]
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        raise OSError("the disk is gone")
+
+    setattr(store, method, fail)
+    for name, seed in (("two", 1), ("three", 2)):
+        engine.reset_prefix_cache()
+        prompt = PROMPT if method != "store" else PROMPT[::-1]
+        engine.add(lab.request(name, prompt, max_tokens=6, seed=seed))
+        ids, last = lab.run(engine)[name]
+        assert last.finish == "length"
+        assert name != "two" or method == "store" or ids == right
+    assert len(calls) == 1 and engine.cache.tiers.stores == ()
+    assert "'memory' failed" in caplog.text

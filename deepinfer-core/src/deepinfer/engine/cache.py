@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from deepinfer.api.kv import PageKey
 from deepinfer.engine.pages import Node, PagePool, pack
 from deepinfer.engine.request import RequestState, Status
+from deepinfer.engine.tiers import Found, Tiers
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import ModelFacts
-    from deepinfer.api.kv import KVStore, Transfer
+    from deepinfer.api.kv import KVStore
+
+NOWHERE = Found()
 
 
 class Admission(Enum):
@@ -28,14 +31,6 @@ class Admission(Enum):
     LOADS = "the same, and KV is on its way into them: rows come later"
     ASK_AGAIN = "its prefix is being computed or looked for; others may pass"
     NO_ROOM = "not now"
-
-
-class _Move(NamedTuple):
-    """A transfer that holds a lease. ``pages``: how many leading pages hold KV once it is in."""
-
-    transfer: Transfer
-    owner: RequestState
-    pages: int
 
 
 class KVCache:
@@ -54,9 +49,8 @@ class KVCache:
         self.pool = PagePool(facts.num_pages, (facts.fingerprint, facts.kv.layout))
         self.slots = list(range(num_slots - 1, -1, -1))
         self.leaving: set[RequestState] = set()
-        self.stores = tuple(stores)
+        self.tiers = Tiers(stores)
         self._replay = facts.kv.replay
-        self._moves: list[_Move] = []
         self._coming: dict[bytes, RequestState] = {}
 
     # Room.
@@ -73,16 +67,16 @@ class KVCache:
         if self._hopeless(r):
             return Admission.NO_ROOM
         found = self._match(r) if self._may_hit(r) else 0
-        loads, ask_again = self._ask_stores(r, found)
-        if loads is None and not ask_again:
-            ask_again = self._soon_here(r, found)
+        keys = self._keys(r, (len(r.tokens) - 1) // self.page_size)[found:]
+        tier = self.tiers.find(keys, r.request.ticket) if self._may_hit(r) else NOWHERE
+        ask_again = tier.retry or (not tier.pages and self._soon_here(r, found))
         if ask_again or not self.reserve(r, len(r.tokens)):
             self._release(r)
             return Admission.ASK_AGAIN if ask_again else Admission.NO_ROOM
         r.slot = self.slots.pop()
         self._announce(r, found)
-        if loads is not None:
-            self._load(r, loads, found)
+        if tier.store is not None and self.tiers.load(r, tier.store, keys[: tier.pages], found):
+            r.status = Status.LOADING
             return Admission.LOADS
         return Admission.ENTERS
 
@@ -221,65 +215,29 @@ class KVCache:
 
     def poll(self) -> None:
         """Take in transfers that have ended; a failed load falls back to computing."""
-        if not self._moves:
-            return
-        ended = [move for move in self._moves if move.transfer.done()]
-        self._moves = [move for move in self._moves if move not in ended]
-        for move in ended:
-            self._arrive(move)
+        for transfer, r, end in self.tiers.arrived():
+            if r.status is Status.LOADING:
+                r.status = Status.RUNNING
+                if transfer.failed() is None:
+                    r.chain.hit = end * self.page_size
+                    self.publish(r, r.chain.hit)
+            self.settle(r)
 
     @property
     def busy(self) -> bool:
         """Transfers are under way."""
-        return bool(self._moves)
+        return self.tiers.busy
 
     def keep(self, r: RequestState) -> None:
         """Offer the finished request's published pages to the stores that lack them."""
-        keys = self._keys(r, len(r.chain.nodes)) if self.stores else []
-        for store in self.stores:
-            have = store.lookup(keys, None).pages if keys else 0
-            if have < len(keys):
-                move = store.store(keys[have:], r.pages[have : len(keys)], None)
-                self._track(move, r, len(keys))
+        self.tiers.keep(r, self._keys(r, len(r.chain.nodes)))
 
     def _keys(self, r: RequestState, count: int) -> list[PageKey]:
+        """Of the first pages; nothing is hashed where nobody will ask."""
+        if not self.tiers.stores:
+            return []
         digests = [self._digest(r, i, self._page_tokens(r, i)) for i in range(count)]
         return [PageKey(d, (i + 1) * self.page_size) for i, d in enumerate(digests)]
-
-    def _ask_stores(
-        self, r: RequestState, found: int
-    ) -> tuple[tuple[KVStore, list[PageKey]] | None, bool]:
-        """The first store that holds more than is here, with the keys to load; or: ask again."""
-        if not self.stores or not self._may_hit(r):
-            return None, False
-        keys = self._keys(r, (len(r.tokens) - 1) // self.page_size)[found:]
-        for store in self.stores if keys else ():
-            answer = store.lookup(keys, r.request.ticket)
-            if answer.retry:
-                return None, True
-            if answer.pages:
-                return (store, keys[: answer.pages]), False
-        return None, False
-
-    def _load(self, r: RequestState, loads: tuple[KVStore, list[PageKey]], found: int) -> None:
-        store, keys = loads
-        r.status = Status.LOADING
-        end = found + len(keys)
-        self._track(store.load(keys, r.pages[found:end]), r, end)
-
-    def _track(self, transfer: Transfer, r: RequestState, pages: int) -> None:
-        r.leases += 1
-        self._moves.append(_Move(transfer, r, pages))
-
-    def _arrive(self, move: _Move) -> None:
-        r = move.owner
-        r.leases -= 1
-        if r.status is Status.LOADING:
-            r.status = Status.RUNNING
-            if move.transfer.failed() is None:
-                r.chain.hit = move.pages * self.page_size
-                self.publish(r, r.chain.hit)
-        self.settle(r)
 
     # Tests.
 
