@@ -45,7 +45,7 @@ def test_a_row_does_not_see_the_batch(isa: str, kind: str, shape: tuple[int, int
     p, _ = packed(*shape, kind)
     x = torch.randn(200, shape[1])
     alone = torch.cat([native_ops.linear(x[i : i + 1], p, num_threads=1) for i in range(200)])
-    for rows in (*range(2, 28), 47, 64, 70, 97, 193, 200):
+    for rows in (*range(2, 26), 47, 70, 193):
         start = (200 - rows) // 3
         y = native_ops.linear(x[start : start + rows], p, num_threads=1 + rows % 2)
         assert torch.equal(bits(y), bits(alone[start : start + rows])), rows

@@ -33,9 +33,9 @@ def test_published_draws(isa: str) -> None:
                 assert winner == (b if gap > 0 else a)
 
 
-@pytest.mark.parametrize("vocab", [1, 3, 64, 1000, 49152, 50001])
+@pytest.mark.parametrize("vocab", [1, 3, 64, 1000, 50001])
 def test_gumbel_is_the_definition(isa: str, vocab: int) -> None:
-    m = 40 if vocab < 2000 else 12
+    m = 40 if vocab < 2000 else 6
     for spread in (0.0, 1.0, 8.0, 300.0):
         z = torch.randn(m, vocab) * spread
         temperature = torch.rand(m) * 2 + 0.01
@@ -90,7 +90,7 @@ def test_allowed_ids(isa: str, temperature: float) -> None:
     assert int(native_ops.gumbel_argmax(hopeless, t[:1], seed[:1], seed[:1], only)) == 7 * 32 + 9
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 64, 1001, 49152])
+@pytest.mark.parametrize("vocab", [1, 5, 64, 1001, 30001])
 def test_logprobs(isa: str, vocab: int) -> None:
     m = 9
     z = torch.randn(m, vocab) * 4
