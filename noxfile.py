@@ -61,7 +61,7 @@ def plugins(session: nox.Session) -> None:
     python = shared(session)
     for backend in ("reference", "cpu"):
         session.run(python, *KIT, "--backend", backend, external=True)
-    install = (python, "-m", "pip", "install", "-q", "--no-deps")
+    install = (python, "-m", "pip", "install", "-qq", "--no-deps")
     session.run(*install, str(SAMPLE), external=True, env=bound())
     try:
         session.run(python, *KIT, "--backend", "sample", external=True)
@@ -125,7 +125,7 @@ def shared(session: nox.Session) -> str:
     wanted = fingerprint()
     if not stamp.is_file() or stamp.read_text("utf-8") != wanted:
         session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
-        install = (str(python), "-m", "pip", "install", "-q")
+        install = (str(python), "-m", "pip", "install", "-qq")
         session.run(
             *install, "-e", f"{CORE}[test,transformers]", "mypy", external=True, env=bound()
         )

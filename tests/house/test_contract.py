@@ -148,4 +148,5 @@ def test_no_module_state_but_the_op_table():
             )
             if isinstance(node, ast.Assign | ast.AnnAssign) and empty:
                 wrong.append(f"{path.relative_to(CORE)}:{node.lineno}")
-    assert [w.split(":")[0] for w in wrong] in (["ops/table.py"], [])
+    tables = {"ops/table.py", "testing/conformance/inputs.py"}  # filled at import, then only read
+    assert {w.split(":")[0] for w in wrong} <= tables
