@@ -6,8 +6,9 @@ import threading
 import time
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
-from deepinfer.api.plan import Request
+from deepinfer.api.plan import BatchPlan, Request, RowBlock, StepOutput
 from deepinfer.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -99,6 +100,26 @@ def test_a_dead_device_ends_every_request(lab, jitter):
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.step()
+
+
+def test_an_idle_replica_can_run_an_empty_plan(lab):
+    """``agree`` may answer with a plan although this replica has none."""
+
+    class Lockstep(FakeExecutor):
+        empty = 0
+
+        def agree(self, plan):
+            if plan is None and self.empty < 2:
+                self.empty += 1
+                rows = RowBlock(np.zeros((0, 5), np.int32))
+                return BatchPlan(900 + self.empty, (), rows, np.zeros((0, 3), np.int32))
+            return plan
+
+    executor = Lockstep(FakeScript())
+    engine = lab.engine(executor=executor)
+    engine.add(lab.request(stop_token_ids=range(1, 17), max_tokens=9))
+    assert lab.run(engine)["r"][1].finish == "stop"
+    assert executor.empty == 2
 
 
 def test_abort_anywhere(lab):
@@ -266,7 +287,6 @@ def test_host_time_of_a_step(lab):
 
         def sample(self, step, inputs):
             import numpy as np
-            from deepinfer.api.plan import StepOutput
 
             emits = self.plan.rows.array[:, 3].astype(np.int32)
             answer = Future()

@@ -87,6 +87,7 @@ class Scheduler:
 
     def plan(self) -> BatchPlan | None:
         """The next step, or None if nothing can run now."""
+        self.planned, self.decodes = [], 0
         if not (self.running or self.waiting or self.loading):
             return None
         facts = self._facts()
