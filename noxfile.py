@@ -119,25 +119,44 @@ def bench(session: nox.Session) -> None:
 
 
 def shared(session: nox.Session) -> str:
-    """The Python of the shared environment; made anew when what goes into it has changed."""
+    """The Python of the shared environment, brought up to date first.
+
+    It is made anew when metadata, pins or the interpreter changed. When only a C source did, core
+    alone is installed again, which compiles it.
+    """
     python = SHARED / ("Scripts" if os.name == "nt" else "bin") / "python"
-    stamp = SHARED / "made-from"
-    wanted = fingerprint()
-    if not stamp.is_file() or stamp.read_text("utf-8") != wanted:
+    install = (str(python), "-m", "pip", "install", "-qq")
+    pins = [CORE / "pyproject.toml", CORE / "setup.py", CONSTRAINTS]
+    if stale("made-from", pins):
         session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
-        install = (str(python), "-m", "pip", "install", "-qq")
-        session.run(
-            *install, "-e", f"{CORE}[test,transformers]", "mypy", external=True, env=bound()
-        )
-        stamp.write_text(wanted, "utf-8")
+        wanted = (f"{CORE}[test,transformers]", "mypy")
+        session.run(*install, "-e", *wanted, external=True, env=bound())
+        note("made-from", pins)
+    elif stale("compiled-from", native()):
+        session.run(*install, "--no-deps", "-e", str(CORE), external=True, env=bound())
+    note("compiled-from", native())
     return str(python)
 
 
-def fingerprint() -> str:
-    """Of all that an editable install copies or builds: metadata, pins, C sources."""
-    native = CORE / "src" / "deepinfer" / "native"
-    files = [CORE / "pyproject.toml", CORE / "setup.py", CONSTRAINTS]
-    files += sorted([*native.glob("*.c"), *native.glob("*.h")])
+def native() -> list[Path]:
+    """The C sources."""
+    folder = CORE / "src" / "deepinfer" / "native"
+    return sorted([*folder.glob("*.c"), *folder.glob("*.h")])
+
+
+def stale(stamp: str, files: list[Path]) -> bool:
+    """Whether the shared environment was made from other contents of these files."""
+    path = SHARED / stamp
+    return not path.is_file() or path.read_text("utf-8") != fingerprint(files)
+
+
+def note(stamp: str, files: list[Path]) -> None:
+    """Remember what it was made from."""
+    (SHARED / stamp).write_text(fingerprint(files), "utf-8")
+
+
+def fingerprint(files: list[Path]) -> str:
+    """Of the files' contents and the interpreter."""
     parts = [path.read_bytes() for path in files if path.is_file()]
     return hashlib.sha256(b"\0".join([sys.version.encode(), *parts])).hexdigest()
 

@@ -69,13 +69,13 @@ def by_rows(op: str, dtypes: tuple[str, ...] = BOTH, **marks: Any) -> Callable[.
 
 
 @by_rows("embedding")
-def _embedding(run: Run, rows: int) -> Tensor:
+def _embedding(run: Run, rows: int) -> Any:
     table = run.weight(run.draw.normal(33, 48), "embedding")
     return run.ops.embedding(run.put(run.draw.ids(33, rows)), table)
 
 
 @case("embedding", "first_last_and_repeated")
-def _embedding_edges(run: Run) -> Tensor:
+def _embedding_edges(run: Run) -> Any:
     table = run.weight(run.draw.normal(33, 5), "embedding")
     return run.ops.embedding(run.put(torch.tensor([32, 0, 32, 32, 0])), table)
 
@@ -93,7 +93,7 @@ def _tied(run: Run, first: str) -> Any:
 
 
 @by_rows("linear")
-def _linear(run: Run, rows: int) -> Tensor:
+def _linear(run: Run, rows: int) -> Any:
     weight = run.weight(run.draw.normal(33, 48, scale=0.2), "linear")
     return run.ops.linear(run.put(run.draw.normal(rows, 48)), weight)
 
@@ -103,14 +103,14 @@ def _linear(run: Run, rows: int) -> Tensor:
 @case("linear", "vector", given={"shape": (48,), "outputs": 33})
 @case("linear", "three_dimensions", given={"shape": (2, 3, 48), "outputs": 33})
 @case("linear", "long_sums", given={"shape": (3, 2048), "outputs": 70})
-def _linear_shapes(run: Run, shape: tuple[int, ...], outputs: int) -> Tensor:
+def _linear_shapes(run: Run, shape: tuple[int, ...], outputs: int) -> Any:
     weight = run.weight(run.draw.normal(outputs, shape[-1], scale=0.2), "linear")
     return run.ops.linear(run.put(run.draw.normal(*shape)), weight)
 
 
 @case("linear", "bias", given={"out_dtype": None})
 @case("linear", "bias_and_wide_output", given={"out_dtype": torch.float32})
-def _linear_bias(run: Run, out_dtype: torch.dtype | None) -> Tensor:
+def _linear_bias(run: Run, out_dtype: torch.dtype | None) -> Any:
     weight = run.weight(run.draw.normal(33, 48, scale=0.2), "linear")
     bias = run.put(run.draw.normal(33, scale=8.0))
     x = run.put(run.draw.normal(7, 48))
@@ -120,19 +120,19 @@ def _linear_bias(run: Run, out_dtype: torch.dtype | None) -> Tensor:
 
 
 @case("linear", "wide_output")
-def _linear_wide(run: Run) -> Tensor:
+def _linear_wide(run: Run) -> Any:
     weight = run.weight(run.draw.normal(33, 48, scale=0.2), "linear")
     return run.ops.linear(run.put(run.draw.normal(7, 48)), weight, out_dtype=torch.float32)
 
 
 @case("linear", "rows_of_a_larger_tensor")
-def _linear_strided(run: Run) -> Tensor:
+def _linear_strided(run: Run) -> Any:
     weight = run.weight(run.draw.normal(33, 48, scale=0.2), "linear")
     return run.ops.linear(run.put(run.draw.normal(9, 96))[1:8, 48:], weight)
 
 
 @by_rows("rms_norm")
-def _rms_norm(run: Run, rows: int) -> Tensor:
+def _rms_norm(run: Run, rows: int) -> Any:
     weight = run.weight(run.draw.normal(64), "rms_norm")
     return run.ops.rms_norm(run.put(run.draw.normal(rows, 64)), weight, 1e-5)
 
@@ -146,13 +146,13 @@ def _rms_norm(run: Run, rows: int) -> Tensor:
 @case("rms_norm", "large_values", given={"shape": (7, 64), "scale": 1e4})
 def _rms_norm_shapes(
     run: Run, shape: tuple[int, ...], scale: float = 1.0, weighted: bool = True
-) -> Tensor:
+) -> Any:
     weight = run.weight(run.draw.normal(shape[-1]), "rms_norm") if weighted else None
     return run.ops.rms_norm(run.put(run.draw.normal(*shape, scale=scale)), weight, 1e-5)
 
 
 @case("rms_norm", "rows_of_a_larger_tensor")
-def _rms_norm_strided(run: Run) -> Tensor:
+def _rms_norm_strided(run: Run) -> Any:
     weight = run.weight(run.draw.normal(32), "rms_norm")
     return run.ops.rms_norm(run.put(run.draw.normal(9, 96))[1:8, 32:64], weight, 1e-5)
 
@@ -171,20 +171,20 @@ def _add_rms_norm_bare(run: Run) -> Any:
 
 
 @by_rows("silu_mul")
-def _silu_mul(run: Run, rows: int) -> Tensor:
+def _silu_mul(run: Run, rows: int) -> Any:
     return run.ops.silu_mul(run.put(run.draw.normal(rows, 96, scale=3.0)))
 
 
 @case("silu_mul", "odd_size", given={"limit": None, "scale": 1.0})
 @case("silu_mul", "extremes", given={"limit": None, "scale": 1e3})
 @case("silu_mul", "limit", given={"limit": 2.0, "scale": 3.0}, optional="limit")
-def _silu_mul_more(run: Run, limit: float | None, scale: float) -> Tensor:
+def _silu_mul_more(run: Run, limit: float | None, scale: float) -> Any:
     x = run.put(run.draw.normal(7, 66, scale=scale))
     return run.ops.silu_mul(x) if limit is None else run.ops.silu_mul(x, limit)
 
 
 @by_rows("gated_mlp")
-def _gated_mlp(run: Run, rows: int) -> Tensor:
+def _gated_mlp(run: Run, rows: int) -> Any:
     gate_up = run.weight(run.draw.normal(2 * 40, 48, scale=0.2), "gated_mlp", "linear")
     down = run.weight(run.draw.normal(48, 40, scale=0.2), "gated_mlp", "linear")
     return run.ops.gated_mlp(run.put(run.draw.normal(rows, 48)), gate_up, down)
@@ -198,7 +198,7 @@ def angles(positions: int, rotated: int) -> Tensor:
 
 
 @by_rows("rope")
-def _rope(run: Run, rows: int) -> Tensor:
+def _rope(run: Run, rows: int) -> Any:
     x, positions = run.draw.normal(rows, 3, 16), run.draw.ids(40, rows)
     return run.ops.rope(run.put(x), run.put(positions), run.put(angles(40, 16)))
 
@@ -207,13 +207,13 @@ def _rope(run: Run, rows: int) -> Tensor:
 @case("rope", "one_head", given={"rotated": 16, "heads": 1})
 @case("rope", "interleaved", given={"rotated": 16, "heads": 3, "interleaved": True})
 @case("rope", "interleaved_partly", given={"rotated": 4, "heads": 2, "interleaved": True})
-def _rope_more(run: Run, rotated: int, heads: int, interleaved: bool = False) -> Tensor:
+def _rope_more(run: Run, rotated: int, heads: int, interleaved: bool = False) -> Any:
     x, positions = run.put(run.draw.normal(5, heads, 16)), run.put(torch.tensor([39, 0, 7, 7, 1]))
     return run.ops.rope(x, positions, run.put(angles(40, rotated)), interleaved)
 
 
 @case("rope", "a_part_of_the_projection")
-def _rope_strided(run: Run) -> Tensor:
+def _rope_strided(run: Run) -> Any:
     """Queries as a view of the fused projection, as models pass them."""
     q = run.put(run.draw.normal(5, 6 * 16))[:, : 4 * 16].unflatten(1, (4, 16))
     return run.ops.rope(q, run.put(run.draw.ids(40, 5)), run.put(angles(40, 16)))
@@ -377,7 +377,7 @@ def _permute(run: Run, rows: int, low: int = 0, high: int = 5, experts: int = 5)
 @case("grouped_linear", "wide_output", given={"counts": [3, 2], "out_dtype": torch.float32})
 def _grouped_linear(
     run: Run, counts: list[int], spare: int = 0, out_dtype: torch.dtype | None = None
-) -> Tensor:
+) -> Any:
     weight = run.weight(run.draw.normal(len(counts), 33, 48, scale=0.2), "grouped_linear")
     x = run.put(run.draw.normal(sum(counts) + spare, 48))
     offsets = run.put(torch.tensor([0, *counts]).cumsum(0))
@@ -394,7 +394,7 @@ def expert_weights(run: Run) -> tuple[Any, Any]:
 
 
 @by_rows("moe")
-def _moe(run: Run, rows: int) -> Tensor:
+def _moe(run: Run, rows: int) -> Any:
     gate_up, down = expert_weights(run)
     ids, shares = run.put(run.draw.ids(5, rows, 2).int()), run.put(run.draw.wide(rows, 2).abs())
     return run.ops.moe(run.put(run.draw.normal(rows, 32)), ids, shares, gate_up, down, 5)
@@ -403,7 +403,7 @@ def _moe(run: Run, rows: int) -> Tensor:
 @case("moe", "one_choice", given={"ids": [[4], [0], [4]]})
 @case("moe", "experts_elsewhere", given={"ids": [[4, -1], [-1, -1], [7, 0]]})
 @case("moe", "the_same_expert_twice", given={"ids": [[2, 2], [0, 1], [1, 0]]})
-def _moe_ids(run: Run, ids: list[list[int]]) -> Tensor:
+def _moe_ids(run: Run, ids: list[list[int]]) -> Any:
     gate_up, down = expert_weights(run)
     chosen = run.put(torch.tensor(ids, dtype=torch.int32))
     shares = run.put(run.draw.wide(*chosen.shape).abs())
@@ -423,14 +423,14 @@ def same_storage(out: Tensor, given: Tensor) -> Tensor:
 
 
 @by_rows("logit_bias", WIDE)
-def _logit_bias(run: Run, rows: int) -> Tensor:
+def _logit_bias(run: Run, rows: int) -> Any:
     logits = run.place(run.draw.wide(5, VOCAB))
     place = run.put(run.draw.ids(5, rows)), run.put(run.draw.ids(VOCAB, rows))
     return same_storage(run.ops.logit_bias(logits, *place, run.put(run.draw.wide(rows))), logits)
 
 
 @case("logit_bias", "forbids_ignores_and_adds_up", WIDE)
-def _logit_bias_edges(run: Run) -> Tensor:
+def _logit_bias_edges(run: Run) -> Any:
     logits = run.place(run.draw.wide(3, VOCAB))
     rows, ids = torch.tensor([0, -1, 2, 2, 1, -1]), torch.tensor([69, 5, 7, 7, 0, 0])
     values = torch.tensor([-torch.inf, 9.0, 1.0, 0.5, 100.0, -torch.inf])
@@ -438,7 +438,7 @@ def _logit_bias_edges(run: Run) -> Tensor:
 
 
 @by_rows("penalties", WIDE)
-def _penalties(run: Run, rows: int) -> Tensor:
+def _penalties(run: Run, rows: int) -> Any:
     tokens = run.draw.ids(VOCAB, rows, 25)
     tokens[torch.arange(25) >= 5 + run.draw.ids(20, rows, 1)] = -1
     amounts = [run.draw.wide(rows), run.draw.wide(rows), run.draw.wide(rows).abs() + 0.5]
@@ -453,7 +453,7 @@ def _penalties(run: Run, rows: int) -> Tensor:
 @case("penalties", "frequency_only", WIDE, given={"amounts": (0.0, 0.5, 1.0)})
 @case("penalties", "repetition_only", WIDE, given={"amounts": (0.0, 0.0, 1.3)})
 @case("penalties", "negative", WIDE, given={"amounts": (-1.0, -0.5, 0.5)})
-def _penalties_of(run: Run, amounts: tuple[float, float, float]) -> Tensor:
+def _penalties_of(run: Run, amounts: tuple[float, float, float]) -> Any:
     """Row 0 counts a repeated output id, row 1 has a prompt only, row 2 padding only."""
     tokens = torch.full((3, 6), -1)
     tokens[0], tokens[1, :3] = torch.tensor([7, 8, 7, 9, 9, 69]), torch.tensor([0, 0, 1])
@@ -471,7 +471,7 @@ def _penalties_of(run: Run, amounts: tuple[float, float, float]) -> Tensor:
 @case("apply_bitmask", "a_padded_vocabulary", WIDE, given={"rows": 7, "words": 2})
 @case("apply_bitmask", "vocabulary_of_whole_words", WIDE, given={"rows": 7, "vocab": 96})
 @case("apply_bitmask", "vocabulary_of_one", WIDE, given={"rows": 7, "vocab": 1, "words": 1})
-def _apply_bitmask(run: Run, rows: int, words: int = 3, vocab: int = VOCAB) -> Tensor:
+def _apply_bitmask(run: Run, rows: int, words: int = 3, vocab: int = VOCAB) -> Any:
     mask = (run.draw.ids(1 << 32, rows, words) - (1 << 31)).int()
     logits = run.place(run.draw.wide(rows + 2, vocab))
     index = run.put(run.draw.order(rows + 2)[:rows])
@@ -479,7 +479,7 @@ def _apply_bitmask(run: Run, rows: int, words: int = 3, vocab: int = VOCAB) -> T
 
 
 @case("apply_bitmask", "all_nothing_nobody_and_twice", WIDE)
-def _apply_bitmask_edges(run: Run) -> Tensor:
+def _apply_bitmask_edges(run: Run) -> Any:
     """All bits, no bit, the sign bit, a mask of row −1, and two masks for one row."""
     words = [[-1] * 3, [0] * 3, [-(1 << 31)] * 3, [0] * 3, [0b1111] * 3, [0b0110] * 3]
     logits = run.draw.wide(5, VOCAB)
@@ -514,7 +514,7 @@ def cut(logits: Tensor, temperature: Tensor, run: Run) -> tuple[Tensor, Tensor, 
 
 
 @by_rows("filter_top", WIDE)
-def _filter_top(run: Run, rows: int) -> Tensor:
+def _filter_top(run: Run, rows: int) -> Any:
     logits, temperature = run.draw.wide(rows, VOCAB, scale=2.0), sampling_rows(rows)
     filters = (
         cut(logits, temperature, run) if rows else (torch.zeros(0).long(), *[torch.ones(0)] * 2)
@@ -524,7 +524,7 @@ def _filter_top(run: Run, rows: int) -> Tensor:
 
 
 @case("filter_top", "ties", WIDE)
-def _filter_top_ties(run: Run) -> Tensor:
+def _filter_top_ties(run: Run) -> Any:
     """Of equals the lower ids stay: 3 of 8 by top-k, 2 of 4 by top-p, all of them by min-p."""
     logits = torch.zeros(3, 8)
     logits[1, ::2] = 30.0
@@ -534,7 +534,7 @@ def _filter_top_ties(run: Run) -> Tensor:
 
 
 @case("filter_top", "not_a_number_and_minus_infinity", WIDE)
-def _filter_top_odd(run: Run) -> Tensor:
+def _filter_top_odd(run: Run) -> Any:
     logits = torch.tensor([[0.0, torch.nan, 2.0, -torch.inf, 1.0]] * 3 + [[-torch.inf] * 5])
     filters = [torch.tensor([2, 0, 4, 2]), torch.tensor([1, 0.5, 1, 0.5]), torch.zeros(4)]
     given = [run.put(t) for t in (logits, torch.ones(4), *filters)]
@@ -543,7 +543,7 @@ def _filter_top_odd(run: Run) -> Tensor:
 
 
 @case("filter_top", "extreme_temperatures", WIDE)
-def _filter_top_temperatures(run: Run) -> Tensor:
+def _filter_top_temperatures(run: Run) -> Any:
     logits = run.draw.grid(3, VOCAB)
     temperature = torch.tensor([1e-5, 1e5, 0.0])
     filters = [torch.tensor([0, 5, 1]), torch.tensor([0.5, 1.0, 0.1]), torch.tensor([0, 0.5, 0.9])]
@@ -561,7 +561,7 @@ def clear_winner(logits: Tensor, temperature: Tensor, seed: Tensor, position: Te
 
 
 @by_rows("gumbel_argmax", WIDE)
-def _gumbel_argmax(run: Run, rows: int) -> Tensor:
+def _gumbel_argmax(run: Run, rows: int) -> Any:
     temperature, seed = sampling_rows(rows), run.draw.wide_ids(rows)
     position = run.draw.ids(1 << 20, rows)
     logits = clear_winner(run.draw.wide(rows, VOCAB), temperature, seed, position)
@@ -570,7 +570,7 @@ def _gumbel_argmax(run: Run, rows: int) -> Tensor:
 
 
 @case("gumbel_argmax", "ties", WIDE)
-def _gumbel_argmax_ties(run: Run) -> Tensor:
+def _gumbel_argmax_ties(run: Run) -> Any:
     """At T = 0 the lowest of the best ids wins, wherever they lie."""
     logits = torch.zeros(6, VOCAB)
     logits[1, [69, 40, 3]] = 1.0
@@ -584,7 +584,7 @@ def _gumbel_argmax_ties(run: Run) -> Tensor:
 
 
 @case("gumbel_argmax", "not_a_number", WIDE)
-def _gumbel_argmax_nan(run: Run) -> Tensor:
+def _gumbel_argmax_nan(run: Run) -> Any:
     """NaN counts as −inf, so it is never drawn; a row of nothing else gives 0."""
     logits = torch.full((5, VOCAB), torch.nan)
     logits[0, 9], logits[1, 9], logits[2] = 1.0, -1e30, -torch.inf
@@ -595,7 +595,7 @@ def _gumbel_argmax_nan(run: Run) -> Tensor:
 
 
 @case("gumbel_argmax", "only_one_allowed", WIDE)
-def _gumbel_argmax_masked(run: Run) -> Tensor:
+def _gumbel_argmax_masked(run: Run) -> Any:
     logits = torch.full((VOCAB, VOCAB), -torch.inf)
     logits.fill_diagonal_(-5.0)
     given = [logits, torch.ones(VOCAB), run.draw.wide_ids(VOCAB), torch.arange(VOCAB)]
@@ -603,7 +603,7 @@ def _gumbel_argmax_masked(run: Run) -> Tensor:
 
 
 @case("gumbel_argmax", "extreme_seeds_and_positions", WIDE)
-def _gumbel_argmax_extremes(run: Run) -> Tensor:
+def _gumbel_argmax_extremes(run: Run) -> Any:
     seed = EDGE.repeat_interleave(4)
     position = torch.tensor([0, (1 << 31) - 1, 1 << 32, 1 << 40]).repeat(len(EDGE))
     temperature = torch.ones(len(seed))
@@ -615,7 +615,7 @@ def _gumbel_argmax_extremes(run: Run) -> Tensor:
 for _vocab in (1, 3, 1025):
 
     @case("gumbel_argmax", f"vocabulary_of_{_vocab}", WIDE, given={"vocab": _vocab})
-    def _gumbel_argmax_vocab(run: Run, vocab: int) -> Tensor:
+    def _gumbel_argmax_vocab(run: Run, vocab: int) -> Any:
         temperature, seed, position = sampling_rows(7), run.draw.wide_ids(7), torch.arange(7)
         logits = clear_winner(run.draw.wide(7, vocab), temperature, seed, position)
         given = [run.put(t) for t in (logits, temperature, seed, position)]
@@ -650,7 +650,7 @@ def _logprobs_odd(run: Run) -> Any:
 @case("accept_prefix", "no_rows", WIDE, given={"gamma": 3, "rows": 0})
 @case("accept_prefix", "one_draft", WIDE, given={"gamma": 1, "rows": 70})
 @case("accept_prefix", "many_drafts", WIDE, given={"gamma": 5, "rows": 70})
-def _accept_prefix(run: Run, gamma: int, rows: int) -> Tensor:
+def _accept_prefix(run: Run, gamma: int, rows: int) -> Any:
     """Two ids only, so that drafts often agree, also behind a difference and past the length."""
     sampled, drafts = run.draw.ids(2, rows, 1 + gamma), run.draw.ids(2, rows, gamma)
     drafts[: rows // 3] = sampled[: rows // 3, :gamma]

@@ -89,7 +89,7 @@ class Paged:
         pages = self.block_table[request, positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
 
-    def attend(self, plan: Any = None) -> tuple[Tensor, Tensor]:
+    def attend(self, plan: Any = None) -> Any:
         """(o, lse) of the step; with another's plan if one is given."""
         run = self.run
         if plan is None:

@@ -19,7 +19,7 @@ Z_9999 = 3.719  # the normal quantile
 def quantile(freedom: int) -> float:
     """The 99.99 % quantile of chi-squared (Wilson and Hilferty's approximation)."""
     part = 2 / (9 * freedom)
-    return freedom * (1 - part + Z_9999 * part**0.5) ** 3
+    return float(freedom * (1 - part + Z_9999 * part**0.5) ** 3)
 
 
 def chi_squared(ids: Tensor, p: Tensor) -> tuple[float, float]:
@@ -36,7 +36,8 @@ def draw(run: Run, logits: Tensor, temperature: float, seeds: Tensor, positions:
     rows = logits.expand(len(seeds), -1).contiguous()
     columns = run.put(torch.full((len(seeds),), temperature)), run.put(seeds), run.put(positions)
     with torch.inference_mode():
-        return run.ops.gumbel_argmax(run.place(rows), *columns).cpu()
+        ids: Tensor = run.ops.gumbel_argmax(run.place(rows), *columns)
+    return ids.cpu()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
