@@ -19,7 +19,8 @@ class Linear:
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return self.ops.linear(x, self.weight, self.bias, out_dtype)
+        y: Tensor = self.ops.linear(x, self.weight, self.bias, out_dtype)
+        return y
 
 
 class RMSNorm:
@@ -31,11 +32,13 @@ class RMSNorm:
         self.weight: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        y: Tensor = self.ops.rms_norm(x, self.weight, self.eps)
+        return y
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (norm of the new residual, the new residual)."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        y, total = self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return y, total
 
 
 def assign(root: Any, path: str, value: Any) -> None:

@@ -118,11 +118,13 @@ class LlamaModel:
         assign(self, parameter, value)
 
     def forward(self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None) -> Tensor:
-        x, residual = self.ops.embedding(batch.ids, self.embed.weight), None
+        x: Tensor = self.ops.embedding(batch.ids, self.embed.weight)
+        residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch, kv.layer(index), self.cos_sin)
             if taps is not None and index in taps.layers:
                 taps.put(index, x + residual)
+        assert residual is not None, "a model has at least one layer"
         return x + residual
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deepinfer.models.checkpoint import Checkpoint
     from deepinfer.resolution import Resolution
 
-BUILT_IN: tuple[type[ModelAdapter], ...] = (
+BUILT_IN: tuple[type[LlamaAdapter], ...] = (
     LlamaAdapter,
     Qwen2Adapter,
     Qwen3Adapter,
@@ -56,4 +56,5 @@ def model_config(adapter: ModelAdapter, checkpoint: Checkpoint) -> Any:
 
 def adapter_of(resolution: Resolution) -> ModelAdapter:
     """The adapter that plugins were resolved to, built-in or not."""
-    return resolution.load("model")()
+    adapter: ModelAdapter = resolution.load("model")()
+    return adapter

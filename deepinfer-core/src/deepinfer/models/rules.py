@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from deepinfer.api.model import WeightRule
@@ -63,7 +63,7 @@ def mlp_rules(config: LlamaConfig, index: int) -> Iterator[WeightRule]:
 
 def rule(
     parameter: str,
-    sources: list[tuple[str, tuple[int, ...]]],
+    sources: Sequence[tuple[str, tuple[int, ...]]],
     uses: tuple[str, ...],
     shard: int | None = None,
     view: tuple[int, ...] | None = None,

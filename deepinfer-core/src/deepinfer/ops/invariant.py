@@ -44,7 +44,7 @@ def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """The reference's, in tiles of 32 rows."""
-    y = _tiled(x.float().flatten(0, -2), w.float())
+    y = _tiled(x.float().reshape(-1, x.shape[-1]), w.float())
     if bias is not None:
         y += bias.float()
     return y.view(*x.shape[:-1], y.shape[-1]).to(out_dtype or x.dtype)
@@ -62,9 +62,10 @@ def _tiled(x: Tensor, w: Tensor) -> Tensor:
 def row_sum(x: Tensor) -> Tensor:
     """Sum over the last dimension by halving: the order depends on its width alone."""
     while x.shape[-1] > 1:
-        pairs = x.shape[-1] // 2
-        low, high, odd = x.split((pairs, pairs, x.shape[-1] - 2 * pairs), -1)
-        x = low + high if x.shape[-1] == 2 * pairs else torch.cat((low + high, odd), -1)
+        half = x.shape[-1] // 2
+        pairs = x[..., :half] + x[..., half : 2 * half]
+        odd = x[..., 2 * half :]
+        x = torch.cat((pairs, odd), -1) if odd.shape[-1] else pairs
     return x[..., 0]
 
 
@@ -154,7 +155,8 @@ def attention(
 def _tiles(pages: Tensor, length: int) -> Tensor:
     """Pages [n, page, HKV, D] to tiles float32[tiles, HKV, 128, D]; zeros from ``length`` on."""
     rows = pages.flatten(0, 1)[:length].float()
-    return F.pad(rows, (0, 0, 0, 0, 0, -length % KEYS)).unflatten(0, (-1, KEYS)).transpose(1, 2)
+    padded = F.pad(rows, (0, 0, 0, 0, 0, -length % KEYS))
+    return padded.view(len(padded) // KEYS, KEYS, *rows.shape[1:]).transpose(1, 2)
 
 
 def _attend(
@@ -166,11 +168,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Up to 16 query rows [r, HQ, D] at positions first, first + 1, …"""
     scale, window, softcap = how
-    rows, heads, _ = q.shape
+    rows, heads, dim = q.shape
     kv_heads = keys.shape[1]
-    grouped = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - rows)).unflatten(1, (kv_heads, -1))
+    group = heads // kv_heads
+    grouped = F.pad(q.float(), (0, 0, 0, 0, 0, QUERIES - rows)).view(QUERIES, kv_heads, group, dim)
     grouped = grouped.transpose(0, 1).flatten(1, 2)  # [HKV, 16·G, D]
-    position = torch.arange(first, first + QUERIES).repeat_interleave(heads // kv_heads)[:, None]
+    position = torch.arange(first, first + QUERIES).repeat_interleave(group)[:, None]
     top = grouped.new_full((*grouped.shape[:2], 1), -torch.inf)
     total = torch.zeros_like(top)
     acc = torch.zeros_like(grouped)
@@ -193,5 +196,6 @@ def _attend(
     empty = top == -torch.inf  # not "total == 0": NaN has to come through
     o = torch.where(empty, 0.0, acc / total) + 0.0  # + 0.0 makes every zero positive
     lse = torch.where(empty, -torch.inf, top + torch.log(total))
-    o = o.unflatten(1, (QUERIES, -1)).transpose(0, 1).flatten(1, 2)[:rows]
-    return o, lse.unflatten(1, (QUERIES, -1)).transpose(0, 1).reshape(QUERIES, heads)[:rows]
+    o = o.view(kv_heads, QUERIES, group, dim).transpose(0, 1).reshape(QUERIES, heads, dim)
+    lse = lse.view(kv_heads, QUERIES, group).transpose(0, 1).reshape(QUERIES, heads)
+    return o[:rows], lse[:rows]

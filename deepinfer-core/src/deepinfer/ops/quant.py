@@ -7,7 +7,7 @@ subnormal); a value is w / scale, rounded half to even, within ±127. Arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class Int8Weight:
     def quantize(cls, weight: Tensor) -> Int8Weight:
         """Padding of the last group counts as zeros."""
         columns = weight.shape[-1]
-        groups = F.pad(weight.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+        padded = F.pad(weight.float(), (0, -columns % GROUP))
+        groups = padded.view(*weight.shape[:-1], padded.shape[-1] // GROUP, GROUP)
         ideal = (groups.abs().amax(-1) / 127).clamp(max=65504)
         rounded_up = (ideal * 2.0**24).ceil() * 2.0**-24
         scale = torch.where(ideal < 2.0**-14, rounded_up, ideal).half()
@@ -61,7 +62,10 @@ def quantized_ops(base: Mapping[str, Impl]) -> dict[str, Impl]:
 
     A table that ``embedding`` alone reads stays as it is.
     """
-    references = {"linear": dense.linear, "grouped_linear": moe.grouped_linear}
+    references: dict[str, Callable[..., Any]] = {
+        "linear": dense.linear,
+        "grouped_linear": moe.grouped_linear,
+    }
     readers = {n: base[n].fn if n in base else fn for n, fn in references.items()}
     return {**base, **{name: Impl(fn, _prepare) for name, fn in readers.items()}}
 

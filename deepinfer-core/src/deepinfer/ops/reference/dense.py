@@ -71,7 +71,8 @@ def gated_mlp(ops: Any, x: Tensor, gate_up: Any, down: Any) -> Tensor:
 
     Rounds after each of the three ops.
     """
-    return ops.linear(ops.silu_mul(ops.linear(x, gate_up)), down)
+    y: Tensor = ops.linear(ops.silu_mul(ops.linear(x, gate_up)), down)
+    return y
 
 
 @op

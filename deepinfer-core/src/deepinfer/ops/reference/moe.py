@@ -5,6 +5,7 @@ Weights of all experts lie in one tensor, [E, N, K]. Token t's j-th choice is *s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from deepinfer.ops.table import op
 
-_SCORES = {
-    "softmax": lambda logits: logits.softmax(-1),
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: torch.softmax(logits, -1),
     "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+    "sqrtsoftplus": lambda logits: torch.sqrt(F.softplus(logits)),
 }
 
 
