@@ -11,6 +11,7 @@ from setuptools import Extension, setup
 NATIVE = "src/deepinfer/native/"
 FLAGS = [
     "-O3",
+    "-g0",
     "-std=gnu11",
     "-ffp-contract=off",
     "-fno-math-errno",
