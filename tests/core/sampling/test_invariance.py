@@ -37,7 +37,7 @@ def ops(z, rows):
 def test_every_batch_size(threads):
     z = torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(0)) * 4
     whole = ops(z, torch.arange(40))
-    for m in range(1, 40):
+    for m in range(1, 40) if threads == 1 else (1, 2, 11, 22, 39):  # few: a busy machine is slow
         part = ops(z, torch.arange(m))
         assert all(torch.equal(a, b[:m]) for a, b in zip(part, whole, strict=True)), m
     mixed = torch.randperm(40, generator=torch.Generator().manual_seed(1))

@@ -1,5 +1,7 @@
 """Slot table, KV pool and batch: what the device knows, and that nothing waits for it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from deepinfer.api.kv import KVGroup, KVSpec
 from deepinfer.api.plan import Admit, BatchPlan, RowBlock, RowParams
 from deepinfer.api.speculative import Drafts
 from deepinfer.errors import UnsupportedError
+from deepinfer.worker.batch import BatchBuilder
 from deepinfer.worker.kvpool import KVPool
 from deepinfer.worker.slots import SlotShape, SlotTable
 from rig import CPU, Desk, Req, load, make_runner
@@ -107,6 +110,35 @@ def test_state_groups_are_refused():
     spec = KVSpec((group("state", (0,), 1, 8),), "test")
     with pytest.raises(UnsupportedError, match="'state'"):
         KVPool(spec, 1, 4, torch.float32, CPU)
+
+
+def test_the_batch_of_a_mixed_step(naive):
+    """A chunk that replays two positions, a decode row, a dead row and a draft that cannot run."""
+    slots = SlotTable(SlotShape(slots=3, max_len=10, page_size=4, vocab_size=50, draft_len=1), CPU)
+    rows = [[0, 1, 4, 1, 2], [1, -1, 2, 1, 0], [2, -1, 2, 1, 0]]
+    step = plan(
+        admit(0, (1, 2, 3, 4, 5)),
+        admit(1, (6, 7, 8)),
+        admit(2, (9, 9), limit=3),
+        pages=[(0, 0, 5), (0, 1, 6), (1, 0, 7), (2, 0, 8)],
+        rows=RowBlock(np.array(rows, np.int32)),
+    )
+    step = dataclasses.replace(step, draft_rows=2)
+    slots.apply(step)
+    slots.length[2] = 3  # the device knows that it has ended
+    slots.set_drafts(torch.tensor([1, 2]), torch.tensor([[33], [34]]))
+    built = BatchBuilder(slots, naive.ops, Quiet(1, 0.0)).build(step)
+    batch = built.batch
+    # Four tokens of the chunk, anchor and draft, the dead row's place, one of padding.
+    assert batch.row_of_token.tolist() == [0, 0, 0, 0, 1, 1, 2, -1]
+    assert batch.positions.tolist()[:7] == [1, 2, 3, 4, 2, 3, 2]
+    assert batch.ids.tolist()[:6] == [2, 3, 4, 5, 8, 33]
+    assert batch.kv_slots.tolist() == [-1, -1, 5 * 4 + 3, 6 * 4, 7 * 4 + 2, 7 * 4 + 3, -1, -1]
+    assert batch.logit_rows.tolist()[:4] == [3, 4, 5, 6]
+    assert built.layout.grid.tolist() == [[0, -1], [1, 2], [3, -1]]
+    assert built.lines.sample.position.tolist()[:4] == [5, 3, 4, 3]
+    assert built.alive.tolist() == [True, True, False]
+    assert built.drafts[1].tolist() == [33] and built.length.tolist() == [5, 3, 3]
 
 
 class NoWait(TorchDispatchMode):
