@@ -215,7 +215,7 @@ def _rope_more(run: Run, rotated: int, heads: int, interleaved: bool = False) ->
 @case("rope", "a_part_of_the_projection")
 def _rope_strided(run: Run) -> Any:
     """Queries as a view of the fused projection, as models pass them."""
-    q = run.put(run.draw.normal(5, 6 * 16))[:, : 4 * 16].unflatten(1, (4, 16))
+    q = run.put(run.draw.normal(5, 6 * 16))[:, : 4 * 16].view(5, 4, 16)
     return run.ops.rope(q, run.put(run.draw.ids(40, 5)), run.put(angles(40, 16)))
 
 
@@ -302,7 +302,7 @@ def _kv_write_slots(run: Run, slots: list[int]) -> Any:
 def _kv_write_strided(run: Run) -> Any:
     """Keys and values as views of the fused projection, as models pass them."""
     fused = run.put(run.draw.normal(5, 8 * 8))
-    k, v = (fused[:, i : i + 16].unflatten(1, (2, 8)) for i in (32, 48))
+    k, v = (fused[:, i : i + 16].view(5, 2, 8) for i in (32, 48))
     caches = [run.place(run.draw.normal(3, PAGE_SIZE, 2, 8)) for _ in range(2)]
     run.ops.kv_write(k, v, *caches, run.put(torch.tensor([3, 40, 7, -1, 16])))
     return caches

@@ -263,7 +263,7 @@ def test_no_page_leaks(make: Make, dtype: str) -> None:
 
 def _forget(make: Make) -> None:
     """The fixture's own list of engines must not be what keeps them."""
-    for cell in make.__closure__ or ():  # type: ignore[attr-defined]
+    for cell in make.__closure__ or ():
         if isinstance(cell.cell_contents, list):
             cell.cell_contents.clear()
 
