@@ -67,13 +67,18 @@ class Kit:
         return self._dtypes or tuple(sorted(self.backend.facts().dtypes & set(DTYPES)))
 
     def context(
-        self, dtype: str, invariant: bool = False, head_dim: int | None = None
+        self,
+        dtype: str,
+        invariant: bool = False,
+        head_dim: int | None = None,
+        quantization: str | None = None,
     ) -> OpContext:
         """What an engine would tell the backend before it chooses implementations."""
         return OpContext(
             dtype=DTYPES[dtype],
             device=self.device.torch_device,
             invariant=invariant,
+            quantization=quantization,
             num_threads=torch.get_num_threads(),
             page_size=PAGE_SIZE,
             head_dim=head_dim,
@@ -90,6 +95,11 @@ class Kit:
         if invariant:  # a backend may claim some ops only; an engine would refuse it as a whole
             return OpSet(self.backend.provide(ctx), self.name, ctx)
         return build_ops(self.backend, ctx)
+
+    def quantized_run(self, dtype: str) -> Run:
+        """The backend's ops for an engine with int8 weights."""
+        ops = build_ops(self.backend, self.context(dtype, quantization="int8"))
+        return Run(ops, self.device.torch_device, dtype)
 
     def run(self, dtype: str, invariant: bool = False, head_dim: int | None = None) -> Run:
         """The backend's ops on its device."""
