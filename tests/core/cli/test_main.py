@@ -80,3 +80,21 @@ def test_config_memory_counts_from_the_header(shell, tiny_model):
     facts = json.loads(done.out)
     assert facts["kv_bytes_per_token"] == 2 * 2 * 16 * 4 * 3
     assert facts["pages"] == (1 << 20) // (facts["kv_bytes_per_token"] * 16)
+
+
+def test_the_example_says_what_is_not_built():
+    from pathlib import Path
+
+    script = Path(__file__).parents[3] / "examples" / "offline_inference.py"
+    done = python(str(script), "--ep", "8")
+    assert done.returncode == 1
+    assert "error: expert_parallel_size=8: only 1 works" in done.stderr
+
+
+def test_the_example_runs(tiny_model):
+    from pathlib import Path
+
+    script = Path(__file__).parents[3] / "examples" / "offline_inference.py"
+    done = python(str(script), "--model", str(tiny_model), "--max-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("->") == 4

@@ -10,7 +10,7 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from deepinfer.cli.options import engine_config, engine_options
+from deepinfer.cli.options import doing, engine_config, engine_options, fetch_demo
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -78,8 +78,9 @@ def startup(**options: Any) -> None:
     """Import and load, in a fresh process each time; DeepInfer's by stage."""
     from deepinfer.benchmarking import harness
 
-    contestants = _contestants(options)
-    result = harness.startups(contestants, options["rounds"], _tell)
+    with doing("preparing") as tell:
+        contestants = _contestants(options, tell)
+        result = harness.startups(contestants, options["rounds"], tell)
     _report(result, contestants[0].label, options["output"], options["as_json"])
     if not options["as_json"]:
         for stage, seconds in result.notes.get("deepinfer", {}).get("startup", {}).items():
@@ -89,18 +90,20 @@ def startup(**options: Any) -> None:
 def _measure(workloads: Sequence[str], **options: Any) -> None:
     from deepinfer.benchmarking import harness
 
-    contestants = _contestants(options)
-    result = harness.run(contestants, workloads, options["rounds"], _tell)
+    with doing("preparing") as tell:
+        contestants = _contestants(options, tell)
+        result = harness.run(contestants, workloads, options["rounds"], tell)
     _report(result, contestants[0].label, options["output"], options["as_json"])
 
 
-def _contestants(options: dict[str, Any]) -> list[Any]:
+def _contestants(options: dict[str, Any], tell: Callable[[str], None]) -> list[Any]:
     """DeepInfer first, then the peers that were asked for."""
     from deepinfer.benchmarking.harness import PEERS, Contestant
 
     engine = dict(options["engine"])
     engine_config(engine)  # refuse nonsense before a process starts
     model, threads = engine.pop("model"), engine.pop("num_threads", 2)
+    fetch_demo(model)
     if "engine_seed" in engine:
         engine["seed"] = engine.pop("engine_seed")
     spec = {"model": model, "threads": threads, "engine": engine}
@@ -108,7 +111,7 @@ def _contestants(options: dict[str, Any]) -> list[Any]:
     pythons = dict(_pair(text) for text in options["pythons"])
     names = [name for name in PEERS if options["peers"] or name in pythons]
     if names:
-        paths = _peer_files(model, options["peer_model"], names)
+        paths = _peer_files(model, options["peer_model"], names, tell)
         dtype = engine.get("dtype", "float32")
         peer_spec = {"threads": threads, "dtype": "float32" if dtype == "auto" else dtype, **paths}
         contestants += [
@@ -131,33 +134,24 @@ def _pair(text: str) -> tuple[str, str]:
     return name, python
 
 
-def _peer_files(model: str, given: Path | None, names: Sequence[str]) -> dict[str, str]:
+def _peer_files(
+    model: str, given: Path | None, names: Sequence[str], tell: Callable[[str], None]
+) -> dict[str, str]:
     """The same weights as files that peers read."""
     from deepinfer.benchmarking.export import as_gguf, as_safetensors
 
-    paths = {"hf": str(given or as_safetensors(model, _tell))}
+    paths = {"hf": str(given or as_safetensors(model, tell))}
     if "llama.cpp" in names:
-        paths["gguf"] = str(as_gguf(model, _tell))
+        paths["gguf"] = str(as_gguf(model, tell))
     return paths
 
 
 def _report(result: Any, base: str, output: IO[str] | None, as_json: bool) -> None:
     from deepinfer.benchmarking.harness import table
 
-    _wipe()
     if output is not None or as_json:
         click.echo(json.dumps(result.to_json(base), indent=1), file=output)
     if not as_json:
         click.echo(table(result, base))
     if base in result.absent:
         raise click.ClickException(f"{base}: {result.absent[base]}")
-
-
-def _tell(what: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{what} ...", nl=False, err=True)
-
-
-def _wipe() -> None:
-    if sys.stderr.isatty():
-        click.echo("\r\x1b[K", nl=False, err=True)

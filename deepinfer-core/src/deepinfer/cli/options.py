@@ -7,7 +7,9 @@ left out, so the library's own default (or the environment) decides.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import click
@@ -109,14 +111,45 @@ def open_llm(engine: dict[str, Any]) -> Any:
     """An ``LLM`` from the engine's options."""
     from deepinfer.entrypoints.llm import LLM
 
-    return LLM.from_config(engine_config(engine))
+    config = engine_config(engine)
+    fetch_demo(config.model)
+    with doing(f"loading {config.model}"):
+        return LLM.from_config(config)
 
 
 def open_async_llm(engine: dict[str, Any]) -> Any:
     """An ``AsyncLLM`` from the engine's options."""
     from deepinfer.entrypoints.async_llm import AsyncLLM
 
-    return AsyncLLM(engine_config(engine))
+    config = engine_config(engine)
+    fetch_demo(config.model)
+    with doing(f"loading {config.model}"):
+        return AsyncLLM(config)
+
+
+def fetch_demo(model: str) -> None:
+    """The first use of the demo model fetches 93 MB: say so, however quiet logging is."""
+    if model == "demo":
+        from deepinfer.models import demo
+
+        demo.fetch(lambda sentence: click.echo(sentence, err=True))
+
+
+@contextmanager
+def doing(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's last line what is being done; gives the call that changes it."""
+    terminal = sys.stderr.isatty()
+
+    def tell(now: str) -> None:
+        if terminal:
+            click.echo(f"\r\x1b[K{now} ...", nl=False, err=True)
+
+    tell(what)
+    try:
+        yield tell
+    finally:
+        if terminal:
+            click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def engine_config(engine: dict[str, Any]) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import click
+
+from deepinfer.cli.options import doing, fetch_demo
 
 
 @click.group()
@@ -47,6 +48,7 @@ def determinism(
         EngineConfig.make(**engine, dtype=dtype, batch_invariant=batch_invariant)
         for dtype in dtypes
     ]
+    fetch_demo(configs[0].model)
     run = _self_test if self_test else _verify
     lines = [line for config in configs for line in run(config, as_json)]
     if as_json:
@@ -57,8 +59,8 @@ def determinism(
 def _verify(config: Any, quiet: bool) -> list[dict[str, Any]]:
     from deepinfer.testing.determinism import verify as check
 
-    report = check(config, tell=_tell)
-    _wipe()
+    with doing("loading the model") as tell:
+        report = check(config, tell=tell)
     if not quiet:
         click.secho(report.table(), fg="green" if report.ok else "red")
         click.echo("equal under every condition" if report.ok else "NOT deterministic")
@@ -72,11 +74,12 @@ def _self_test(config: Any, quiet: bool) -> list[dict[str, Any]]:
     from deepinfer.testing.determinism import caught
     from deepinfer.testing.determinism import self_test as check
 
-    rows = []
-    for op, finding in check(config, tell=_tell).items():
-        ok = caught(op, finding)
-        rows.append({"what": f"a fault in {op}", "ok": ok, "finding": str(finding)})
-    _wipe()
+    with doing("loading the model") as tell:
+        findings = check(config, tell=tell)
+    rows = [
+        {"what": f"a fault in {op}", "ok": caught(op, finding), "finding": str(finding)}
+        for op, finding in findings.items()
+    ]
     for row in rows if not quiet else ():
         verdict = "caught" if row["ok"] else "MISSED"
         click.secho(
@@ -84,13 +87,3 @@ def _self_test(config: Any, quiet: bool) -> list[dict[str, Any]]:
             fg="green" if row["ok"] else "red",
         )
     return rows
-
-
-def _tell(what: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{what} ...", nl=False, err=True)
-
-
-def _wipe() -> None:
-    if sys.stderr.isatty():
-        click.echo("\r\x1b[K", nl=False, err=True)
