@@ -59,7 +59,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
 
     const int64_t step = type == T_INT8 || type == T_BF16 ? GROUP : k;
     for (int64_t k0 = 0; k0 < k; k0 += step) {
-        if (type == T_INT8 || type == T_BF16) {
+        if ((type == T_INT8 || type == T_BF16) && mr > 4) {
 #pragma GCC unroll 4
             for (int v = 0; v < 1 << cls; v++)
 #pragma GCC unroll 16
@@ -85,7 +85,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
                 else bv[v] = vload((const float *)p);
             }
             b += ldb;
-            if (type == T_F32) {
+            if (type == T_F32 && mr > 1) {
 #pragma GCC unroll 4
                 for (int v = 0; v < 1 << cls; v++) __builtin_prefetch(ahead + v * pstride);
                 ahead += ahead_step;
