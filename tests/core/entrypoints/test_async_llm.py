@@ -140,6 +140,20 @@ def test_an_id_that_runs_is_refused_and_free_again_afterwards(toy):
     assert asyncio.run(main())[-1].finished
 
 
+def test_an_id_can_be_used_again_at_once_after_it_was_left(toy):
+    async def main():
+        async with toy.async_llm(script=toy.script(jitter=0.002, max_model_len=128)) as llm:
+            for _ in range(20):
+                stream = llm.generate([1], kind("cumulative", max_tokens=100), "x")
+                await anext(stream)
+                await stream.aclose()
+                again = await collect(llm.generate([2], kind("final_only"), "x"))
+                assert again[-1].outputs[0].finish_reason == "length"
+                assert again[-1].request_id == "x"
+
+    asyncio.run(main())
+
+
 def test_errors_reach_their_own_stream_only(toy):
     async def main():
         async with toy.async_llm(script=toy.script(poison=5)) as llm:

@@ -87,9 +87,9 @@ class AsyncLLM:
             raise InvalidRequestError(
                 f"A request with the id {name!r} is still running.", setting="request_id"
             )
-        prepared = self.assembly.preparer.prepare(name, prompt, params, priority)
+        prepared = self._prepare(name, prompt, params, priority)
         board = self._switchboard()
-        stream = _Stream(prepared)
+        stream = _Stream(name, prepared)
         self._streams[name] = stream
         ids = [request.id for request in prepared.requests]
         board.connect(ids, stream)
@@ -181,6 +181,16 @@ class AsyncLLM:
     ) -> None:
         await self.shutdown()
 
+    def _prepare(
+        self, name: str, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> Prepared:
+        """Under another name inside if a request of this name was left a moment ago."""
+        prepared = self.assembly.preparer.prepare(name, prompt, params, priority)
+        if any(self._driver.knows(request.id) for request in prepared.requests):
+            inside = f"{name}~{next(self._ids)}"
+            prepared = self.assembly.preparer.prepare(inside, prompt, params, priority)
+        return prepared
+
     def _switchboard(self) -> _Switchboard:
         loop = asyncio.get_running_loop()
         board = self._switchboards.get(loop)
@@ -238,9 +248,9 @@ class _Switchboard:
 class _Stream:
     """One prompt's outputs on their way to its iterator. Lives on one event loop."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, name: str, prepared: Prepared) -> None:
         self.gathering = Gathering(
-            prepared.request_id,
+            name,
             prepared.prompt,
             prepared.token_ids,
             len(prepared.requests),

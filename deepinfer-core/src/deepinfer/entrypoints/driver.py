@@ -36,6 +36,14 @@ class Sink(Protocol):
         ...
 
 
+class _Nobody:
+    """Listens for the last delta of a request that its caller has left."""
+
+    def put(self, deltas: list[Delta]) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
 class Driver:
     """Owns an engine and its thread. All methods may be called from any thread.
 
@@ -47,7 +55,8 @@ class Driver:
         self._engine = engine
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, Sink] = {}  # by request, until its last delta has come
+        self._nobody = _Nobody()
         self._closing = False
         self._death: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
@@ -120,8 +129,12 @@ class Driver:
 
     @property
     def unfinished(self) -> int:
-        """Requests that have not ended."""
-        return len(self._sinks)
+        """Requests that have not ended and that somebody waits for."""
+        return sum(sink is not self._nobody for sink in tuple(self._sinks.values()))
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the id is taken; one that was dropped is, for another step."""
+        return request_id in self._sinks
 
     def close(self, timeout: float | None = None) -> None:
         """Finish the running step, end all requests, close the engine, stop the thread."""
@@ -173,8 +186,10 @@ class Driver:
 
     def _drop(self, ids: Iterable[str]) -> None:
         for name in ids:
-            if self._sinks.pop(name, None) is not None:
-                self._engine.abort(name)
+            if self._engine.abort(name):
+                self._sinks[name] = self._nobody  # its last delta is on the way
+            else:
+                self._sinks.pop(name, None)
 
     def _deliver(self, deltas: Iterable[Delta]) -> None:
         news: dict[Sink, list[Delta]] = {}
