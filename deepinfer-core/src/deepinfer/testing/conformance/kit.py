@@ -84,6 +84,11 @@ class Kit:
             head_dim=head_dim,
         )
 
+    def claims(self) -> frozenset[str]:
+        """Ops that it says are batch-invariant; nothing where it cannot run."""
+        usable = self.availability.state == "usable"
+        return self.backend.facts().invariant if usable else frozenset()
+
     def invariant_ops(self) -> set[str]:
         """What it provides for an invariant engine; nothing where it cannot run."""
         if self.availability.state != "usable":
