@@ -17,6 +17,7 @@ def kit(pytestconfig: pytest.Config) -> Iterator[Kit]:
     """The backend under examination; skips the test if its probe says that it cannot run here."""
     made = kit_of(pytestconfig)
     if made.availability.state != "usable":
+        pytestconfig.stash[TALLY].absent = made.availability.reason
         pytest.skip(f"it cannot run here: {made.availability.reason}")
     yield made
     if "device" in vars(made):

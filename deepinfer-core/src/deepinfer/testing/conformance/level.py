@@ -29,6 +29,7 @@ class Tally:
     failed: list[str] = field(default_factory=list)
     declined: list[str] = field(default_factory=list)
     invariant: bool = False
+    absent: str = ""
     deselected: bool = False
     selected: bool = False
 
@@ -36,6 +37,8 @@ class Tally:
         """The level's name, see above; a run of chosen tests reaches none."""
         if self.failed or not self.passed:
             return "failed"
+        if self.absent:
+            return f"not judged (it cannot run here: {self.absent})"
         if self.selected:
             return "not judged (only some tests were run)"
         if self.declined:
