@@ -93,6 +93,29 @@ def test_what_the_engine_refuses(toy):
     assert outputs[1].outputs[0].finish_reason == "length"
 
 
+class Rendered:
+    """Stands for a chat format."""
+
+    def render(self, messages, tools=None, add_generation_prompt=True, template_kwargs=None):
+        from deepinfer.chat import check_messages
+
+        return "".join(m["content"] for m in check_messages(messages))
+
+
+def test_conversations_one_or_many_and_a_bad_one_alone(toy):
+    llm = toy.llm()
+    llm.assembly._chat_formats[None] = Rendered()
+    talk = [{"role": "user", "content": "ab"}]
+    one = llm.chat(talk, GREEDY)
+    assert (one[0].prompt, ids(one)) == ("ab", ids(llm.generate("ab", GREEDY)))
+    mixed = llm.chat([talk, [{"role": "nobody", "content": "x"}], talk], GREEDY)
+    assert [out.error is None for out in mixed] == [True, False, True]
+    assert "nobody" in str(mixed[1].error)
+    for bad in ("text", [], [[]], [{"role": "user"}]):
+        with pytest.raises(InvalidRequestError, match="messages"):
+            llm.chat(bad, GREEDY)
+
+
 def test_priorities_are_one_or_one_each(toy):
     llm = toy.llm(scheduling_policy="priority")
     assert len(llm.generate([[1], [2]], GREEDY, priority=[1, 0])) == 2

@@ -152,8 +152,17 @@ class LLM:
             EngineClosedError, EngineDeadError: there is no engine (any more).
             KeyboardInterrupt: all requests of this call are gone then, the engine is usable.
         """
+        return self._generate(as_list(prompts), sampling_params, priority, use_tqdm)
+
+    def _generate(
+        self,
+        asked: Sequence[Prompt | InvalidRequestError],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Run prompts; one that is an error already takes its place among the outputs."""
         self._driver.check()
-        asked = as_list(prompts)
         params = one_each("sampling_params", sampling_params, SamplingParams, len(asked))
         ranks = one_each("priority", priority, int, len(asked))
         first = next(self._ids)
@@ -161,6 +170,8 @@ class LLM:
         for i, (prompt, wish, rank) in enumerate(zip(asked, params, ranks, strict=True)):
             name = f"{first}-{i}"
             try:
+                if isinstance(prompt, InvalidRequestError):
+                    raise prompt
                 wish = self.get_default_sampling_params() if wish is None else wish
                 call.take(i, self.assembly.preparer.prepare(name, prompt, wish, rank or 0))
             except InvalidRequestError as why:
@@ -190,13 +201,16 @@ class LLM:
             chat_template: a Jinja template in place of the model's own.
             tools: JSON descriptions of functions, for templates that show them.
         """
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        talks: Any = messages if several else [messages]
-        prompts = [
-            self.assembly.render_chat(talk, add_generation_prompt, chat_template, tools)
-            for talk in talks
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        asked: list[Prompt | InvalidRequestError] = []
+        for talk in _conversations(messages):
+            try:
+                prompt = self.assembly.render_chat(
+                    talk, add_generation_prompt, chat_template, tools
+                )
+                asked.append(prompt)
+            except InvalidRequestError as why:
+                asked.append(why)
+        return self._generate(asked, sampling_params, None, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: ``encode`` and ``decode``."""
@@ -244,6 +258,12 @@ class LLM:
             self._driver.drop([request.id for request in call.requests], wait=True)
             raise
         return call.results()
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """One conversation or several; what is neither is left for the chat format to refuse."""
+    several = isinstance(messages, Sequence) and not isinstance(messages, str) and bool(messages)
+    return list(messages) if several and not isinstance(messages[0], Mapping) else [messages]
 
 
 def _metrics(engine: Any) -> dict[str, Any]:
