@@ -4,7 +4,8 @@
 
 Floor: bytes that must be read / read bandwidth, or multiply-adds / arithmetic peak, whichever is
 longer; both are measured on this machine in the same rounds: torch's sum over 256 MiB, and our own
-product of small operands, which reaches about 0.9 of the instructions' peak (so 1.1 is the most). Columns: median time, floor / time, torch's time / time.
+product of small operands, which reaches about 0.9 of the instructions' peak (so 1.1 is the most).
+Columns: median time, floor / time, torch's time / time.
 Weights rotate through more copies than the last-level cache holds, as in a decode step. With one
 thread the clock is that thread's CPU time, so that a busy machine disturbs less.
 """

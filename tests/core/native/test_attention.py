@@ -94,7 +94,9 @@ def test_close_to_float64(isa: str, dtype: torch.dtype, hq: int, hkv: int, d: in
     cache = make_cache(kv, hkv, d, page, dtype)
     q = torch.randn(sum(q_lengths), hq, d).to(dtype)
     sink = torch.randn(hq)
-    options = [{}, {"window": 50}, {"sink": sink}, {"softcap": 3.0}, {"window": 1, "sink": sink}]
+    options = [{"window": 50, "softcap": 3.0}, {}, {"sink": sink}, {"window": 1, "sink": sink}]
+    if isa == "baseline":
+        options = options[:1]  # slow, and the same templates
     for option in options:
         o, lse = run(cache, q, q_lengths, kv, **option)
         start = 0

@@ -297,10 +297,11 @@ def attention(
     """Causal attention over a paged cache -> (o [T, HQ, D] of q's dtype, lse float32[T, HQ]).
 
     q [T, HQ, D] (row stride), D <= 256; caches [P, page, HKV, D] contiguous; block_table
-    int32[B, max_pages], entries behind a request's pages are not read; kv_lengths int32 or int64[B], this call's tokens included; cu_q int32[B+1]. Row i of request b
-    stands at position kv_len − q_len + i and sees positions <= its own and, with ``window``,
-    > its own − window. Scores: scale·q·k, then softcap·tanh(score / softcap). ``sink`` float32[HQ]
-    joins the denominator, not lse. A row that sees nothing or that no request owns: 0, −inf.
+    int32[B, max_pages], entries behind a request's pages are not read; kv_lengths int32 or
+    int64[B], this call's tokens included; cu_q int32[B+1]. Row i of request b stands at position
+    kv_len − q_len + i and sees positions <= its own and, with ``window``, > its own − window.
+    Scores: scale·q·k, then softcap·tanh(score / softcap). ``sink`` float32[HQ] joins the
+    denominator, not lse. A row that sees nothing or that no request owns: 0, −inf.
 
     Softmax runs online in tiles of 64 and spans of 256 absolute positions, spans merged ascending.
     Never reads cache beyond a request's last visible position.
