@@ -45,13 +45,15 @@ def search_path(tmp_path_factory) -> str:
 def kit(search_path, tmp_path):
     """``kit(backend, *arguments)`` runs the kit in a process of its own, outside the checkout."""
 
+    path = os.pathsep.join(filter(None, [search_path, os.environ.get("PYTHONPATH")]))
+
     def run(backend: str, *arguments: str) -> Outcome:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
         command += ["--pyargs", "deepinfer.testing.conformance", "--backend", backend]
         done = subprocess.run(
             [*command, *arguments],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=600,
