@@ -51,9 +51,9 @@ _ENGINE: Final[Sequence[Option]] = (
 )
 
 _SAMPLING: Final[Sequence[Option]] = (
-    _opt("-n", "--max-tokens", type=int, help="Longest output; 0 runs to the context's end."),
+    _opt("-n", "--max-tokens", type=int, help="Longest output; 0: no end but the context's."),
     _opt("--min-tokens", type=int),
-    _opt("-t", "--temperature", type=float, help="0 is greedy."),
+    _opt("-t", "--temperature", type=float, help="Default: the checkpoint's, else 0 (greedy)."),
     _opt("--top-k", type=int),
     _opt("--top-p", type=float),
     _opt("--min-p", type=float),
@@ -163,7 +163,10 @@ def engine_config(engine: dict[str, Any]) -> Any:
 
 
 def sampling_params(sampling: dict[str, Any], base: Any) -> Any:
-    """``base`` with what was given on the command line in its place."""
+    """``base``, the checkpoint's defaults, with what the command line gave in its place.
+
+    A temperature that nobody names is 0: who types a question wants the answer, and again.
+    """
     from deepinfer.sampling_params import SamplingParams
 
     given = dict(sampling)
@@ -171,7 +174,7 @@ def sampling_params(sampling: dict[str, Any], base: Any) -> Any:
         given["max_tokens"] = None
     if "logit_bias" in given:
         given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
-    return SamplingParams(**{**base.model_dump(exclude_unset=True), **given})
+    return SamplingParams(**{"temperature": 0.0, **base.model_dump(exclude_unset=True), **given})
 
 
 def _bias(text: str) -> tuple[int, float]:

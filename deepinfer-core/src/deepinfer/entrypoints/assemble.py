@@ -111,6 +111,8 @@ def assemble(config: EngineConfig) -> Assembly:
     """
     for sentence in settings.unknown():
         logger.warning("%s", sentence)
+    if config.trust_remote_code:
+        logger.info("trust_remote_code has no effect: no code of a checkpoint is ever run.")
     times = StartupTimes()
     with ExitStack() as opened:
         with times.stage("find the model"):
