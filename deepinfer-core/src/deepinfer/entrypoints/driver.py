@@ -36,6 +36,28 @@ class Sink(Protocol):
         ...
 
 
+class Gate:
+    """An event that is one C lock: Ctrl-C cannot strike it half taken, as it can an ``Event``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._open = False
+
+    def open(self) -> None:
+        """Let everybody through. By one thread only; again is harmless."""
+        if not self._open:
+            self._open = True
+            self._lock.release()
+
+    def wait(self, timeout: float = -1) -> bool:
+        """Whether it is open, after at most ``timeout`` seconds (−1: no end)."""
+        if not self._lock.acquire(timeout=timeout):
+            return False
+        self._lock.release()
+        return True
+
+
 class _Nobody:
     """Listens for the last delta of a request that its caller has left."""
 
@@ -53,7 +75,10 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._wake = threading.Condition()
+        # Always taken as ``with self._lock``: a C lock, so Ctrl-C cannot strike between the
+        # taking and the block. ``with condition`` runs Python code there.
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._inbox: deque[Callable[[], None]] = deque()
         self._sinks: dict[str, Sink] = {}  # by request, until its last delta has come
         self._nobody = _Nobody()
@@ -68,7 +93,7 @@ class Driver:
         Raises:
             InvalidRequestError: an id that still runs; nothing was queued then.
         """
-        with self._wake:
+        with self._lock:
             self.check()
             for request in requests:
                 if request.id in self._sinks:
@@ -82,14 +107,14 @@ class Driver:
     def abort(self, ids: Iterable[str]) -> None:
         """End requests; unknown ids are ignored. Their last delta says ``abort``."""
         doomed = tuple(ids)
-        with self._wake:
+        with self._lock:
             if not self._closing:
                 self._send(lambda: self._abort(doomed))
 
     def drop(self, ids: Iterable[str], *, wait: bool) -> None:
         """End requests that nobody listens to any more; ``wait`` until the engine let them go."""
         doomed = tuple(ids)
-        with self._wake:
+        with self._lock:
             if self._closing:
                 return
             if not wait:
@@ -101,14 +126,14 @@ class Driver:
     def ask(self, question: Callable[[Engine], Any]) -> Any:
         """Run a call on the engine between two steps and return its answer."""
         answer: list[Any] = []
-        done = threading.Event()
+        done = Gate()
 
         def run() -> None:
             try:
                 answer.append((question(self._engine), None))
             except Exception as why:
                 answer.append((None, why))
-            done.set()
+            done.open()
 
         self._send(run)
         while not done.wait(1.0):
@@ -138,14 +163,14 @@ class Driver:
 
     def close(self, timeout: float | None = None) -> None:
         """Finish the running step, end all requests, close the engine, stop the thread."""
-        with self._wake:
+        with self._lock:
             self._closing = True
             self._wake.notify()
         if self._thread is not threading.current_thread():  # a garbage collection may run there
             self._thread.join(timeout)
 
     def _send(self, command: Callable[[], None]) -> None:
-        with self._wake:
+        with self._lock:
             self.check()
             self._inbox.append(command)
             self._wake.notify()
@@ -162,7 +187,7 @@ class Driver:
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when closing."""
-        with self._wake:
+        with self._lock:
             while not (self._closing or self._inbox or self._engine.has_work()):
                 self._wake.wait()
             return not self._closing
@@ -210,7 +235,7 @@ class Driver:
     def _die(self, why: BaseException) -> None:
         logger.error("The engine has stopped: %r", why, exc_info=why)
         death = why if isinstance(why, EngineDeadError) else _death_of(why)
-        with self._wake:
+        with self._lock:
             self._death = death
             self._closing = True
 

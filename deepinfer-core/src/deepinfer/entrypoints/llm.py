@@ -7,7 +7,6 @@ engine's thread (``driver``), waits, and gathers deltas (``outputs``). ``AsyncLL
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from deepinfer.api.plan import Delta
 from deepinfer.config import EngineConfig
 from deepinfer.entrypoints.assemble import Assembly, assemble
-from deepinfer.entrypoints.driver import Driver
+from deepinfer.entrypoints.driver import Driver, Gate
 from deepinfer.entrypoints.inputs import Message, Prepared, Prompt, as_list, one_each, shown
 from deepinfer.entrypoints.outputs import Gathering, RequestOutput, failed_output
 from deepinfer.errors import ConfigError, InvalidRequestError
@@ -277,7 +276,7 @@ class _Call:
         self._slots: list[Gathering | RequestOutput | None] = [None] * count
         self._parts: dict[str, tuple[Gathering, int]] = {}
         self._left: set[str] = set()
-        self._done = threading.Event()
+        self._done = Gate()
         self._death: Exception | None = None
         self.requests: list[Any] = []
 
@@ -303,11 +302,11 @@ class _Call:
             if delta.finish is not None:
                 self._left.discard(delta.request_id)
         if not self._left:
-            self._done.set()
+            self._done.open()
 
     def fail(self, error: Exception) -> None:
         self._death = error
-        self._done.set()
+        self._done.open()
 
     def wait(self, show: bool) -> None:
         """Until every request has ended; the caller's Ctrl-C lands here."""
