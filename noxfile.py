@@ -88,7 +88,9 @@ def dist(session: nox.Session) -> None:
     session.install(*built, env=bound())
     outside = session.create_tmp()  # so that the checkout is not what gets imported
     with session.chdir(outside):
-        session.run("deepinfer", "generate", "--model", "demo", "--chat", "What is the capital of France?")
+        session.run(
+            "deepinfer", "generate", "--model", "demo", "--chat", "What is the capital of France?"
+        )
         session.run("python", str(ROOT / "examples" / "offline_inference.py"))
         session.run("deepinfer", "plugins", "list")
 
