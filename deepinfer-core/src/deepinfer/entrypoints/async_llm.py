@@ -66,7 +66,6 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt; yields as ``output_kind`` says.
