@@ -17,7 +17,7 @@ from typing import IO, Any, Final
 import click
 
 from deepinfer.cli.options import engine_options, open_llm
-from deepinfer.errors import DeepInferError, InvalidRequestError
+from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
 
 _CHAT: Final = "/v1/chat/completions"
 _TEXT: Final = "/v1/completions"
@@ -61,7 +61,6 @@ def run_batch(
         show = sys.stderr.isatty() if progress is None else progress
         if ready:
             prompts = [job.prompt for job in ready]
-            # Two of them at least, so that an invalid one becomes an error and not an exception.
             results = _generate(llm, prompts, [job.params for job in ready], show)
             for job, result in zip(ready, results, strict=True):
                 job.result, job.error = result, result.error
@@ -77,7 +76,7 @@ def _generate(llm: Any, prompts: list[Any], params: list[Any], show: bool) -> li
     try:
         results: list[Any] = llm.generate(prompts, params, use_tqdm=show)
         return results
-    except InvalidRequestError as why:  # the only one
+    except (InvalidRequestError, ConfigError) as why:  # the only one
         return [failed_output("", None, (), why)]
 
 
