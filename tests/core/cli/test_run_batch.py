@@ -48,16 +48,18 @@ def test_one_bad_line_does_not_lose_the_others(shell, tmp_path):
         ask("range", "/v1/chat/completions", messages=USER, temperature=-1),
         ask("empty", "/v1/completions", prompt=""),
         ask("role", "/v1/chat/completions", messages=[{"role": "nobody", "content": "x"}]),
+        ask("shape", "/v1/completions", prompt="x", logit_bias={"a": 1}),
+        ask(
+            "shape", "/v1/chat/completions", messages=USER, response_format={"type": "json_schema"}
+        ),
+        "[1]",
         ask("last", "/v1/completions", prompt="World", **GOOD),
     )
     assert done.code == 1
-    assert [w["response"]["status_code"] for w in written] == [200, *[400] * 6, 200]
+    assert [w["response"]["status_code"] for w in written] == [200, *[400] * 9, 200]
     errors = [w["error"]["message"] for w in written if w["error"]]
-    for error, words in zip(
-        errors,
-        ("no JSON", "/v1/embeddings", "nonsense", "temperature", "empty", "nobody"),
-        strict=True,
-    ):
+    named = ("no JSON", "/v1/embeddings", "nonsense", "temperature", "empty", "nobody")
+    for error, words in zip(errors, (*named, "shape", "shape", "no body"), strict=True):
         assert words in error
 
 

@@ -83,8 +83,8 @@ def _generate(llm: Any, prompts: list[Any], params: list[Any], show: bool) -> li
 def _job(llm: Any, line: str, number: int) -> _Job:
     job = _Job(None)
     try:
-        asked = json.loads(line)
-        if not isinstance(asked, dict) or not isinstance(asked.get("body"), dict):
+        asked = _parsed(line, number)
+        if not isinstance(asked.get("body"), dict):
             raise InvalidRequestError(f"line {number} has no body.", setting="body")
         job.custom_id = asked.get("custom_id")
         url, body = asked.get("url"), asked["body"]
@@ -100,9 +100,18 @@ def _job(llm: Any, line: str, number: int) -> _Job:
             raise InvalidRequestError("The body has no prompt.", setting="prompt")
     except DeepInferError as why:
         job.error = why
-    except ValueError as why:
-        job.error = InvalidRequestError(f"line {number} is no JSON: {why}.")
+    except (ValueError, TypeError, KeyError, AttributeError) as why:
+        # A field of another type than OpenAI's: whatever it breaks, it breaks its own line only.
+        job.error = InvalidRequestError(f"line {number} has a field of the wrong shape: {why!r}.")
     return job
+
+
+def _parsed(line: str, number: int) -> dict[str, Any]:
+    try:
+        asked = json.loads(line)
+    except ValueError as why:
+        raise InvalidRequestError(f"line {number} is no JSON: {why}.") from None
+    return asked if isinstance(asked, dict) else {}
 
 
 def _prompt(llm: Any, body: Mapping[str, Any]) -> Any:
