@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from deepinfer.native import loader, ops
+from deepinfer.ops.reference import sample
 
 SHAPES = [("qkv", 960, 576), ("o", 576, 576), ("gate_up", 3072, 576), ("down", 576, 1536)]
 HEAD = ("head", 49152, 576)
@@ -192,7 +193,14 @@ def sampling(machine: Machine, rounds: int) -> None:
         z = torch.randn(m, 49152) * 4
         t, seed, at = torch.full((m,), 0.8), torch.arange(m), torch.arange(m)
         pick = torch.randint(0, 49152, (m,))
+        k50, p95 = (t, seed * 0 + 50, t / t, t * 0), (t, seed * 0, t / t * 0.95, t * 0)
         for name, fn, ref in [
+            ("filter top-k 50", lambda z=z: ops.filter_top(z, *k50),
+             lambda z=z: sample.filter_top(z, *k50)),
+            ("filter top-p 0.95", lambda z=z: ops.filter_top(z, *p95),
+             lambda z=z: sample.filter_top(z, *p95)),
+            ("filter top-p 0.95 flat", lambda z=z: ops.filter_top(z / 400, *p95),
+             lambda z=z: sample.filter_top(z / 400, *p95)),
             ("argmax", lambda z=z: ops.gumbel_argmax(z, torch.zeros(m), seed, at),
              lambda z=z: z.argmax(1)),
             ("gumbel_argmax T=0.8", lambda z=z: ops.gumbel_argmax(z, t, seed, at),

@@ -72,6 +72,7 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
     "silu_mul": native.silu_mul,
     "rope": native.rope,
     "kv_write": native.kv_write,
+    "filter_top": native.filter_top,
     "gumbel_argmax": native.gumbel_argmax,
     "logprobs": native.logprobs,
 }

@@ -125,6 +125,17 @@ typedef struct {
 } logprob_args;
 
 typedef struct {
+    const float *logits, *temp, *top_p, *min_p;
+    const int64_t *top_k;
+    float *out;
+    int64_t v, stride;
+    int failed;
+} filter_args;
+
+/* 64-bit numbers that the filter of a row of v logits works in */
+#define FILTER_SCRATCH(v) (2 * (v) + (v) / 64 + 1)
+
+typedef struct {
     int mr_max; /* rows of a tile */
     void (*linear)(const linear_args *, int64_t item);
     void (*to_f32)(const void *src, int dt, float *dst, int64_t n);
@@ -139,6 +150,7 @@ typedef struct {
     void (*attention_merge)(const attn_args *, int64_t item);
     void (*gumbel)(const gumbel_args *, int64_t row, int64_t chunk);
     void (*logprobs)(const logprob_args *, int64_t row);
+    void (*filter)(const filter_args *, int64_t row, uint64_t *scratch);
     void (*exp)(const float *x, float *y, int64_t n);
 } kernel_table;
 

@@ -377,6 +377,22 @@ static const char *op_logprobs(const arg *a) {
     return NULL;
 }
 
+static void filter_range(void *ctx, int64_t from, int64_t to) {
+    filter_args *p = ctx;
+    uint64_t *scratch = malloc((size_t)FILTER_SCRATCH(p->v) * sizeof *scratch);
+    if (!scratch) __atomic_store_n(&p->failed, 1, __ATOMIC_RELAXED);
+    for (int64_t i = from; scratch && i < to; i++) kernels->filter(p, i, scratch);
+    free(scratch);
+}
+
+/* logits, stride, m, v, temperature, top_k, top_p, min_p, out, threads */
+static const char *op_filter(const arg *a) {
+    filter_args p = {.logits = a[0].p, .stride = a[1].i, .v = a[3].i, .temp = a[4].p,
+                     .top_k = a[5].p, .top_p = a[6].p, .min_p = a[7].p, .out = a[8].p};
+    parallel(threads_for(a[9].i, a[2].i * p.v), a[2].i, 1, filter_range, &p);
+    return p.failed ? "out of memory" : NULL;
+}
+
 /* x, y, n */
 static const char *op_exp(const arg *a) {
     kernels->exp(a[0].p, a[1].p, a[2].i);
@@ -427,6 +443,7 @@ METHOD(kv_write, 13)
 METHOD(attention, 25)
 METHOD(gumbel, 11)
 METHOD(logprobs, 11)
+METHOD(filter, 10)
 METHOD(exp, 3)
 METHOD(set_threads, 1)
 
@@ -443,7 +460,7 @@ static PyObject *py_set_isa(PyObject *self, PyObject *level) {
 static PyMethodDef methods[] = {
     ENTRY(linear),   ENTRY(pack),      ENTRY(embedding), ENTRY(norm),     ENTRY(rope),
     ENTRY(silu),     ENTRY(kv_write),  ENTRY(attention), ENTRY(gumbel),   ENTRY(logprobs),
-    ENTRY(exp),      ENTRY(set_threads),
+    ENTRY(filter),   ENTRY(exp),       ENTRY(set_threads),
     {"set_isa", py_set_isa, METH_O, NULL},
     {NULL, NULL, 0, NULL}};
 

@@ -30,6 +30,7 @@ __all__ = [
     "attention",
     "dequantize",
     "embedding",
+    "filter_top",
     "gumbel_argmax",
     "kv_write",
     "linear",
@@ -338,6 +339,33 @@ def _logits(logits: Tensor) -> tuple[int, int, int]:
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
         raise ValueError("logits must be [m, V] with contiguous rows and V > 0")
     return logits.shape[0], logits.shape[1], logits.stride(0)
+
+
+def filter_top(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    *,
+    num_threads: int | None = None,
+) -> Tensor:
+    """A copy of logits float32[m, V] (row stride) with −inf for removed ids.
+
+    temperature, top_p, min_p float32[m]; top_k int64[m]. Per row, over p = softmax(z/T): the
+    ``top_k`` best (<= 0: all); of those, renormalised, the fewest best whose sum reaches ``top_p``
+    (>= 1: all), at least one; of those, what has ``min_p`` of the best one's probability. Ties: the
+    lower id. NaN counts as −inf. A row with T = 0 stays. z/T is float32, the rest float64, sums
+    run from the best id down.
+    """
+    m, v, stride = _logits(logits)
+    out = _empty((m, v), dtype=_f32)
+    _kernels.filter(
+        logits.data_ptr(), stride, m, v, _expect(temperature, _f32, (m,), "temperature"),
+        _expect(top_k, _i64, (m,), "top_k"), _expect(top_p, _f32, (m,), "top_p"),
+        _expect(min_p, _f32, (m,), "min_p"), out.data_ptr(), num_threads or get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 def gumbel_argmax(

@@ -44,6 +44,9 @@ INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE int vany_gt(vf a, vf b) {
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
 }
+INLINE int vany_ge(vf a, vf b) {
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ) != 0;
+}
 /* a > b ? x : y per lane */
 INLINE vf vsel_gt(vf a, vf b, vf x, vf y) {
     __mmask16 m = _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
@@ -72,6 +75,9 @@ INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vf vmin(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE int vany_gt(vf a, vf b) {
     return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+}
+INLINE int vany_ge(vf a, vf b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GE_OQ)) != 0;
 }
 INLINE vf vsel_gt(vf a, vf b, vf x, vf y) {
     __m256 m = _mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ);
@@ -107,6 +113,10 @@ INLINE vf vmax(vf a, vf b) { return vblend((vi)(a > b), a, b); }
 INLINE vf vmin(vf a, vf b) { return vblend((vi)(a < b), a, b); }
 INLINE int vany_gt(vf a, vf b) {
     vi m = (vi)(a > b);
+    return (m[0] | m[1] | m[2] | m[3]) != 0;
+}
+INLINE int vany_ge(vf a, vf b) {
+    vi m = (vi)(a >= b);
     return (m[0] | m[1] | m[2] | m[3]) != 0;
 }
 INLINE vf vsel_gt(vf a, vf b, vf x, vf y) { return vblend((vi)(a > b), x, y); }

@@ -11,6 +11,9 @@
 
 #include "sampling.h"
 
+#include "filter.h"
+
 #define KERNEL_TABLE                                                                            \
     {MR_MAX, linear_item, to_f32, pack_panel, embed_row, norm_row, rope_row, silu_part,      \
-     kv_write_row, attention_item, attention_part, attention_merge, gumbel_part, logprobs_row, exp_array}
+     kv_write_row, attention_item, attention_part, attention_merge, gumbel_part, logprobs_row,    \
+     filter_row_top, exp_array}
