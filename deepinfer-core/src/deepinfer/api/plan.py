@@ -83,7 +83,7 @@ class Row(NamedTuple):
 
     slot: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody misses here
     emits: int
     replay: int
 

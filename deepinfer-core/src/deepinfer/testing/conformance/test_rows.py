@@ -28,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test for each op and dtype; route stands there once for each score function."""
     if "by_row" in metafunc.fixturenames:
         kit = kit_of(metafunc.config)
-        dtypes, ops = kit.dtypes, {b.op for b in BY_ROW}
+        dtypes, ops = kit.dtypes, frozenset(b.op for b in BY_ROW)
         if metafunc.function is not test_rows_are_independent:
             ops = kit.claims()
         chosen = [
