@@ -8,7 +8,7 @@ import torch
 native_ops = pytest.importorskip("deepinfer.native.ops", exc_type=ImportError)
 
 F32, BF16 = torch.float32, torch.bfloat16
-SHAPES = [(1, 1), (16, 32), (17, 33), (40, 50), (64, 576), (96, 1536), (250, 300)]
+SHAPES = [(1, 1), (16, 32), (17, 33), (40, 50), (64, 576), (96, 1536), (250, 300), (40, 9000)]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ enum {
     GROUP = 32,   /* k values that share an int8 scale */
     MB = 96,      /* rows of one linear item */
     AHEAD = 1024, /* bytes that a single pass over a weight fetches ahead */
+    AHEAD_ITEM = 1 << 18, /* narrow weights, few rows: the whole next item, if at most this long */
     PG = 4,       /* panels of one linear item, at most */
     TILE = 64,    /* KV positions of one softmax step */
     SPAN = 256,   /* KV positions of one online softmax; spans are merged in ascending order */

@@ -18,6 +18,7 @@ static void linear_item(const linear_args *p, int64_t item) {
     const int64_t r0 = t0 * p->m / tiles_m, r1 = t1 * p->m / tiles_m;
     const int64_t kp = p->wt == DT_INT8 ? (p->k + GROUP - 1) / GROUP * GROUP : p->k;
     const size_t esize = p->wt == DT_F32 ? 4 : p->wt == DT_BF16 ? 2 : 1;
+    const int64_t size = p->group * kp * NR * (int64_t)esize;
     const int64_t kc = p->m <= MR_MAX ? p->k : KC;
     float c[MB * PG * NR] __attribute__((aligned(64)));
 
@@ -27,7 +28,8 @@ static void linear_item(const linear_args *p, int64_t item) {
             const int width = panels - q < wide ? (int)(panels - q) : wide;
             const int64_t panel = p0 + q;
             const char *b = (const char *)p->w + (size_t)(panel * kp + k0) * NR * esize, *next;
-            if (p->m <= MR_MAX) next = b + AHEAD;
+            if (p->m <= 4 && p->wt != DT_F32 && size <= AHEAD_ITEM) next = b + size;
+            else if (p->m <= MR_MAX) next = b + AHEAD;
             else if (q + wide < panels) next = b + (size_t)(wide * kp * NR) * esize;
             else if (k0 + kc < p->k)
                 next = b + (size_t)((kc - (panel - p0) * kp) * NR) * esize;

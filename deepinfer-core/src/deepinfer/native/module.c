@@ -141,7 +141,7 @@ static const char *op_linear(const arg *a) {
     }
     p.row_block = MB / tiles;
     p.group = m <= tiles ? 2 : PG;
-    if (m <= tiles && p.panels >= 16 * threads * PG) p.group = PG;
+    if (m <= tiles && p.panels >= 4 * threads * PG) p.group = PG;
     const int64_t blocks = (tiles_m + p.row_block - 1) / p.row_block;
     const int64_t items = (p.panels + p.group - 1) / p.group * blocks;
     /* a thread takes neighbouring items: what it fetches ahead is its own next item */

@@ -57,16 +57,15 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
         for (int v = 0; v < nv; v++)
             acc[i][v] = t->first ? vset(0.0f) : vload(t->c + i * t->ldc + v * VW);
 
-    const int64_t step = type == T_INT8 || type == T_BF16 ? GROUP : k;
+    const int narrow = type == T_INT8 || type == T_BF16;
+    const int64_t step = narrow ? GROUP : k;
     for (int64_t k0 = 0; k0 < k; k0 += step) {
-        if ((type == T_INT8 || type == T_BF16) && mr > 4) {
+        if (narrow && mr > 4)
 #pragma GCC unroll 4
             for (int v = 0; v < 1 << cls; v++)
 #pragma GCC unroll 16
                 for (int i = 0; i < GROUP * NR * esize; i += 64)
                     __builtin_prefetch(ahead + v * pstride + i);
-            ahead += GROUP * NR * esize;
-        }
         vf scale[4 * PV];
         if (type == T_INT8)
 #pragma GCC unroll 16
@@ -85,6 +84,14 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
                 else bv[v] = vload((const float *)p);
             }
             b += ldb;
+            if (narrow && mr <= 4) { /* few rows wait for memory: fetches spread evenly */
+                const uint64_t line = (uint64_t)(j - k0) * (unsigned)(esize << cls) / 4;
+#pragma GCC unroll 2
+                for (unsigned i = 0; i < 1 || i < (unsigned)(esize << cls) / 4; i++) {
+                    const uint64_t v = (line + i) / (8 * esize), at = (line + i) % (8 * esize);
+                    __builtin_prefetch(ahead + (int64_t)v * pstride + at * 64, 0, 2);
+                }
+            }
             if (type == T_F32 && mr > 1) {
 #pragma GCC unroll 4
                 for (int v = 0; v < 1 << cls; v++) __builtin_prefetch(ahead + v * pstride);
@@ -97,6 +104,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
                 for (int v = 0; v < nv; v++) acc[i][v] = vfma(av, bv[v], acc[i][v]);
             }
         }
+        if (narrow) ahead += GROUP * NR * esize;
     }
 #pragma GCC unroll 16
     for (int i = 0; i < mr; i++)
@@ -137,8 +145,9 @@ static const tile_fn tiles[TILE_TYPES][3][MR_MAX + 1] = {
 /* mr rows times `panels` panels of B, in the widest tiles the registers allow. */
 INLINE void tile_panels(tile_args t, int type, int mr, int panels) {
     const size_t esize = type == T_BF16 ? 2 : type == T_INT8 ? 1 : 4;
+    const int four = mr <= MR_CLASS[2] && !(ISA == 1 && type == T_INT8); /* scales need registers */
     while (panels > 0) {
-        int cls = panels >= 4 && mr <= MR_CLASS[2] ? 2 : panels >= 2 && mr <= MR_CLASS[1] ? 1 : 0;
+        int cls = panels >= 4 && four ? 2 : panels >= 2 && mr <= MR_CLASS[1] ? 1 : 0;
         tiles[type][cls][mr](&t);
         panels -= 1 << cls;
         t.b = (const char *)t.b + ((size_t)t.pstride << cls) * esize;
