@@ -5,6 +5,8 @@
  * is no step of the chain, and a position it does not see is no term of it. So a row's bits depend
  * on its position, its q and the K/V it sees: not on chunking, neighbours, pages or threads.
  */
+enum { FETCH = 2 }; /* steps (a tile of one kv head) from fetching K and V to reading them */
+
 typedef struct {
     float m[ROWS], l[ROWS];
     float o[ROWS * MAX_D] __attribute__((aligned(64)));
@@ -98,8 +100,8 @@ static void locate(const attn_args *p, const attn_item *it, int64_t kv_head, int
     static const float zeros[MAX_D];
     const size_t row = (size_t)(p->hkv * p->d) * elem_size(p->cache_dt);
     const int32_t *table = p->table + it->request * p->max_pages;
-    for (int j = t->lo / NR * NR; j < t->lo; j++) t->k[j] = t->v[j] = (const char *)zeros;
-    for (int j = t->hi; j % NR; j++) t->k[j] = t->v[j] = (const char *)zeros;
+    for (int j = 0; j < t->lo; j++) t->k[j] = t->v[j] = (const char *)zeros;
+    for (int j = t->hi; j < TILE; j++) t->k[j] = t->v[j] = (const char *)zeros;
     for (int j = t->lo, n; j < t->hi; j += n) {
         const int64_t slot = (base + j) / p->page, at = (base + j) % p->page;
         const int64_t page = slot < p->max_pages ? table[slot] : -1;
@@ -114,24 +116,33 @@ static void locate(const attn_args *p, const attn_item *it, int64_t kv_head, int
     }
 }
 
-/* K rows to kt[d][TILE]; meanwhile the next tile's rows are fetched into the cache. */
-static void load_keys(const attn_args *p, const tile_rows *t, const tile_rows *next, float *kt) {
-    const int64_t d = p->d, bytes = d * (int64_t)elem_size(p->cache_dt);
+/* K rows to kt[d][TILE]; meanwhile a later step's K rows, and its V rows if `values`, are fetched
+ * into the cache, a few lines at a time: what a burst of them waits for, nothing can hide. */
+static void load_keys(const attn_args *p, const tile_rows *t, const tile_rows *next, int values,
+                      float *kt) {
+    const int64_t d = p->d;
     for (int j = t->lo / NR * NR; j < t->hi; j += 8) {
         int64_t i = 0;
 #if ISA
-        for (; i + 8 <= d; i += 8) transpose8(t->k + j, p->cache_dt, i, kt + j);
+        const int64_t bytes = d * (int64_t)elem_size(p->cache_dt);
+        const int lines = (int)elem_size(p->cache_dt); /* of 8 rows, for 8 elements of each */
+        const int last = j + 8 < next->hi ? j + 8 : next->hi;
+        int row = j > next->lo ? j : next->lo;
+        for (int64_t at = 0; i + 8 <= d; i += 8) {
+            transpose8(t->k + j, p->cache_dt, i, kt + j);
+            for (int n = 0; n < lines && row < last; n++) {
+                __builtin_prefetch(next->k[row] + at, 0, 2);
+                if (values) __builtin_prefetch(next->v[row] + at, 0, 2);
+                at += 64;
+                if (at >= bytes) at = 0, row++;
+            }
+        }
 #endif
         for (; i < d; i++)
             for (int r = 0; r < 8; r++)
                 kt[i * TILE + j + r] = p->cache_dt == DT_F32
                                            ? ((const float *)t->k[j + r])[i]
                                            : bf16_to_f32(((const uint16_t *)t->k[j + r])[i]);
-        for (int r = j; r < j + 8 && r < next->hi; r++)
-            for (int64_t o = 0; r >= next->lo && o < bytes; o += 64) {
-                __builtin_prefetch(next->k[r] + o, 0, 2);
-                __builtin_prefetch(next->v[r] + o, 0, 2);
-            }
     }
 }
 
@@ -202,9 +213,15 @@ static void softmax_tile(const attn_args *p, const int *lo, const int *hi, int64
     }
 }
 
+/* Where a V row is halved: one half is fetched along with the scores, one with the values. */
+INLINE int64_t fetch_half(const attn_args *p) {
+    return p->d * (int64_t)elem_size(p->cache_dt) / 128 * 64;
+}
+
 /* o of n rows with equal bounds += weights * V, from the copy in v or, without one, the cache. */
-static void add_values(const attn_args *p, const tile_rows *t, const float *s, int lo, int hi,
-                       int n, const float *v, float *o, int64_t dp) {
+static void add_values(const attn_args *p, const tile_rows *t, const tile_rows *next,
+                       const float *s, int lo, int hi, int n, const float *v, float *o,
+                       int64_t dp) {
     const int64_t row = p->hkv * p->d * 4;
     for (int j = lo, run; j < hi; j += run) {
         for (run = 1; !v && j + run < hi && t->v[j + run] == t->v[j] + run * row;) run++;
@@ -212,6 +229,10 @@ static void add_values(const attn_args *p, const tile_rows *t, const float *s, i
         tile_args ta = {.a = s + j, .lda = TILE, .b = v ? (const void *)(v + j * dp) : t->v[j],
                         .ldb = v ? dp : p->hkv * p->d, .pstride = NR, .k = run, .c = o, .ldc = dp,
                         .first = 0};
+        if (next) {
+            ta.fetch = next->v + j, ta.fetches = run;
+            ta.fetch_from = fetch_half(p), ta.fetch_to = p->d * (int64_t)elem_size(p->cache_dt);
+        }
         tile_panels(ta, T_STRIDED, n, (int)(dp / NR));
     }
 }
@@ -236,21 +257,25 @@ static void attend_tile(const attn_args *p, const tile_rows *t, const tile_rows 
     const int64_t dp = padded(p->d), tiles_r = (rows + MR_MAX - 1) / MR_MAX;
     const int copy = rows > MR_MAX || p->cache_dt != DT_F32 || p->d != dp;
     const int from = t->lo / NR, panels = (t->hi + NR - 1) / NR - from;
-    load_keys(p, t, next, w->kt);
+    /* few rows of fp32 wait for memory: V is fetched later, so that fetches never pause */
+    const int few = rows <= MR_MAX && p->cache_dt == DT_F32 && next->lo < next->hi;
+    load_keys(p, t, next, !few, w->kt);
     if (copy) load_values(p, t, w->v);
     for (int64_t c = 0; c < tiles_r; c++) {
         const int64_t a = c * rows / tiles_r, mr = (c + 1) * rows / tiles_r - a;
         tile_args ta = {.a = w->q + (at + a) * dp, .lda = dp, .b = w->kt + from * NR,
                         .ldb = TILE, .pstride = NR, .k = p->d,
                         .c = w->s + a * TILE + from * NR, .ldc = TILE, .first = 1};
+        if (few)
+            ta.fetch = next->v, ta.fetches = p->d < TILE ? p->d : TILE, ta.fetch_to = fetch_half(p);
         tile_panels(ta, T_STRIDED, (int)mr, panels);
     }
     softmax_tile(p, lo, hi, rows, w->s, st, at, dp);
     for (int64_t r = 0, n; r < rows; r += n) {
         for (n = 1; r + n < rows && n < MR_MAX && lo[r + n] == lo[r] && hi[r + n] == hi[r];) n++;
         if (lo[r] < hi[r])
-            add_values(p, t, w->s + r * TILE, lo[r], hi[r], (int)n, copy ? w->v : NULL,
-                       st->o + (at + r) * dp, dp);
+            add_values(p, t, few ? next : NULL, w->s + r * TILE, lo[r], hi[r], (int)n,
+                       copy ? w->v : NULL, st->o + (at + r) * dp, dp);
     }
 }
 
@@ -260,14 +285,15 @@ static void attend_span(const attn_args *p, const attn_item *it, int64_t span, a
     const int64_t rows = it->rows * it->heads, all = item_rows(it);
     const int64_t first = row_position(p, it->request, it->row);
     const int64_t steps = SPAN / TILE * it->kv_heads;
-    tile_rows at[2];
+    tile_rows ring[FETCH + 1];
     for (int64_t r = 0; r < all; r++) st->m[r] = -INFINITY, st->l[r] = 0.0f;
     memset(st->o, 0, (size_t)(all * padded(p->d)) * sizeof(float));
-    open_step(p, it, span, 0, &at[0]);
+    for (int64_t i = 0; i < FETCH; i++) open_step(p, it, span, i, &ring[i]);
     for (int64_t i = 0; i < steps; i++) {
         const int64_t base = span * SPAN + i / it->kv_heads * TILE;
-        const tile_rows *t = &at[i % 2];
-        open_step(p, it, span, i + 1, &at[(i + 1) % 2]);
+        const tile_rows *t = &ring[i % (FETCH + 1)];
+        tile_rows *next = &ring[(i + FETCH) % (FETCH + 1)];
+        open_step(p, it, span, i + FETCH, next);
         if (t->lo >= t->hi) continue;
         int lo[ROWS], hi[ROWS];
         for (int64_t r = 0; r < rows; r++) {
@@ -275,7 +301,7 @@ static void attend_span(const attn_args *p, const attn_item *it, int64_t span, a
             hi[r] = h < 0 ? 0 : h > TILE ? TILE : (int)h;
             lo[r] = l < 0 ? 0 : l > TILE ? TILE : (int)l;
         }
-        attend_tile(p, t, &at[(i + 1) % 2], i % it->kv_heads * rows, rows, lo, hi, w, st);
+        attend_tile(p, t, next, i % it->kv_heads * rows, rows, lo, hi, w, st);
     }
 }
 

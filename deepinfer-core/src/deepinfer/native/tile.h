@@ -17,6 +17,8 @@ typedef struct {
     float *c;
     int64_t ldc;
     int first;        /* start from zero instead of C */
+    const char *const *fetch; /* strided only: at step j < fetches, bytes [fetch_from, fetch_to) */
+    int64_t fetches, fetch_from, fetch_to; /* of fetch[j] are fetched into the cache */
 } tile_args;
 
 typedef void (*tile_fn)(const tile_args *);
@@ -92,6 +94,9 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
                     __builtin_prefetch(ahead + (int64_t)v * pstride + at * 64, 0, 2);
                 }
             }
+            if (type == T_STRIDED && j < t->fetches)
+                for (int64_t i = t->fetch_from; i < t->fetch_to; i += 64)
+                    __builtin_prefetch(t->fetch[j] + i, 0, 2);
             if (type == T_F32 && mr > 1) {
 #pragma GCC unroll 4
                 for (int v = 0; v < 1 << cls; v++) __builtin_prefetch(ahead + v * pstride);
