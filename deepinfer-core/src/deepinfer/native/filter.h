@@ -23,14 +23,27 @@ INLINE vd vdset(double x) { return (vd)_mm512_set1_pd(x); }
 INLINE vd vdfma(vd a, vd b, vd c) {
     return (vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
 }
+/* a > b ? a : b, also for NaN */
+INLINE vd vdmax(vd a, vd b) { return (vd)_mm512_max_pd((__m512d)a, (__m512d)b); }
+INLINE vh vhmax(vh a, vh b) { return (vh)_mm256_max_ps((__m256)a, (__m256)b); }
 #elif ISA == 1
 INLINE vd vdset(double x) { return (vd)_mm256_set1_pd(x); }
 INLINE vd vdfma(vd a, vd b, vd c) {
     return (vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
 }
+INLINE vd vdmax(vd a, vd b) { return (vd)_mm256_max_pd((__m256d)a, (__m256d)b); }
+INLINE vh vhmax(vh a, vh b) { return (vh)_mm_max_ps((__m128)a, (__m128)b); }
 #else
 INLINE vd vdset(double x) { return (vd){x, x}; }
 INLINE vd vdfma(vd a, vd b, vd c) { return a * b + c; }
+INLINE vd vdmax(vd a, vd b) {
+    const vdi m = (vdi)(a > b);
+    return (vd)((m & (vdi)a) | (~m & (vdi)b));
+}
+INLINE vh vhmax(vh a, vh b) {
+    const vhi m = (vhi)(a > b);
+    return (vh)((m & (vhi)a) | (~m & (vhi)b));
+}
 #endif
 
 /* e^x for x <= 0 within 1 ulp; below -708 the value there (3e-308), which is as good as 0 here:
@@ -40,9 +53,8 @@ INLINE vd vdexp(vd x) {
         0x1.289185613a3d6p-22, 0x1.71de0dae63bb3p-19, 0x1.a019b90d2ae7ap-16, 0x1.a01a01a7c41d5p-13,
         0x1.6c16c1788bd90p-10, 0x1.11111111109b3p-7,  0x1.5555555553d63p-5,  0x1.5555555555556p-3,
         0x1p-1};
-    const vd magic = vdset(0x1.8p52), low = vdset(-708.0); /* adding magic rounds to an integer */
-    const vdi under = (vdi)(x < low);
-    const vd c = (vd)(((vdi)low & under) | ((vdi)x & ~under));
+    const vd magic = vdset(0x1.8p52); /* adding it rounds to an integer */
+    const vd c = vdmax(vdset(-708.0), x); /* in this order a NaN comes through */
     const vd t = vdfma(c, vdset(0x1.71547652b82fep+0), magic), n = t - magic;
     vd r = vdfma(n, vdset(-0x1.62e42fefa3800p-1), c);
     r = vdfma(n, vdset(-0x1.ef35793c76730p-45), r);
@@ -58,12 +70,13 @@ INLINE vh vhset(float x) {
     for (int i = 0; i < DW; i++) r[i] = x;
     return r;
 }
-INLINE vh vhsel(vhi m, vh x, vh y) { return (vh)((m & (vhi)x) | (~m & (vhi)y)); }
 
-/* exp(z/T - peak/T) of DW logits; 1 where z is the peak, even an infinite one; a NaN is -inf. */
-INLINE vd weight_of(vh z, vh t, vh peak, vh scaled) {
-    z = vhsel((vhi)(z == z), z, vhset(-INFINITY));
-    const vh distance = vhsel((vhi)(z == peak), vhset(0.0f), z / t - scaled);
+/* exp(z/T - peak/T) of DW logits; 1 where z is the peak, even an infinite one; a NaN is -inf.
+ * `finite`: peak/T is, so that the difference at the peak is 0 by itself. */
+INLINE vd weight_of(vh z, vh t, vh peak, vh scaled, const int finite) {
+    z = vhmax(z, vhset(-INFINITY));
+    vh distance = z / t - scaled;
+    if (!finite) distance = (vh)(~(vhi)(z == peak) & (vhi)distance);
     return vdexp(__builtin_convertvector(distance, vd));
 }
 
@@ -76,12 +89,11 @@ typedef struct {
 static void weights_of(const filter_row *p, const float *z, double *w) {
     const vh t = vhset(p->t), peak = vhset(p->peak), scaled = vhset(p->peak / p->t);
     for (int i = 0; i < LANES; i += DW)
-        *(vd_mem *)(w + i) = weight_of((vh) * (const vh_mem *)(z + i), t, peak, scaled);
+        *(vd_mem *)(w + i) = weight_of((vh) * (const vh_mem *)(z + i), t, peak, scaled, 0);
 }
 
-/* The sum over the row; `tops` are the highest logits of the blocks. */
-static double total_weight(const filter_row *p, const float *z, const float *tops) {
-    if (p->peak == -INFINITY) return (double)p->v; /* all alike */
+INLINE double sum_weights(const filter_row *p, const float *z, const float *tops,
+                          const int finite) {
     const vh t = vhset(p->t), peak = vhset(p->peak), scaled = vhset(p->peak / p->t);
     vd acc[DLANES / DW];
     for (int l = 0; l < DLANES / DW; l++) acc[l] = vdset(0.0);
@@ -98,13 +110,19 @@ static double total_weight(const filter_row *p, const float *z, const float *top
 #pragma GCC unroll 16
             for (int l = 0; l < DLANES / DW; l++) {
                 const vh y = (vh) * (const vh_mem *)(x + i + l * DW);
-                acc[l] = acc[l] + weight_of(y, t, peak, scaled);
+                acc[l] = acc[l] + weight_of(y, t, peak, scaled, finite);
             }
     }
     double lanes[DLANES], sum = 0.0;
     for (int l = 0; l < DLANES / DW; l++) *(vd_mem *)(lanes + l * DW) = acc[l];
     for (int l = 0; l < DLANES; l++) sum += lanes[l];
     return sum;
+}
+
+/* The sum over the row; `tops` are the highest logits of the blocks. */
+static double total_weight(const filter_row *p, const float *z, const float *tops) {
+    if (p->peak == -INFINITY) return (double)p->v; /* all alike */
+    return isfinite(p->peak / p->t) ? sum_weights(p, z, tops, 1) : sum_weights(p, z, tops, 0);
 }
 
 /* A logit (no NaN) and its id as one number; ascending: the higher logit, then the lower id. */
