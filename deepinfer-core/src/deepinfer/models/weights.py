@@ -45,6 +45,9 @@ def load_weights(
     """
     rules = [rule for rule in rules if not _absent(rule, checkpoint)]
     _check(rules, checkpoint)
+    # The largest first: its peak comes while little is loaded, and what it leaves free fits the
+    # next one, so that the allocator keeps no holes.
+    rules.sort(key=lambda rule: -sum(map(math.prod, rule.shapes)))
     device = None if ops.context is None else ops.context.device
     total = 0
     for rule in rules:
