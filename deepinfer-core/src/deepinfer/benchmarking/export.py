@@ -1,4 +1,4 @@
-"""A model's weights as files that peers read: safetensors in fp32, and a GGUF file in F32.
+"""A model's weights as files that peers read: safetensors in fp32, a GGUF file in F32 or Q8_0.
 
 Where you are: beside ``harness``. A comparison means little if the engines run other weights, so
 what was quantised in the source is written out as the numbers that DeepInfer computes with. Files
@@ -43,8 +43,8 @@ def as_safetensors(model: str, tell: Callable[[str], None]) -> Path:
     return target
 
 
-def as_gguf(model: str, tell: Callable[[str], None]) -> Path:
-    """The model's own GGUF file with every tensor in F32."""
+def as_gguf(model: str, tell: Callable[[str], None], kind: str = "F32") -> Path:
+    """The model's own GGUF file with every matrix in F32 or Q8_0 (vectors stay F32)."""
     import gguf
 
     from deepinfer.models.source import resolve
@@ -56,7 +56,7 @@ def as_gguf(model: str, tell: Callable[[str], None]) -> Path:
             next_step="Give a GGUF model, or leave llama.cpp out.",
         )
     size = source.path.stat().st_size
-    target = settings.cache_dir() / "bench" / f"{source.path.stem}-{size}-f32.gguf"
+    target = settings.cache_dir() / "bench" / f"{source.path.stem}-{size}-{kind.lower()}.gguf"
     if target.exists():
         return target
     tell(f"writing the weights of {source.name} as a GGUF file")
@@ -68,7 +68,12 @@ def as_gguf(model: str, tell: Callable[[str], None]) -> Path:
         _copy_field(gguf, writer, field)
     for tensor in reader.tensors:
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, numbers.astype("float32"))
+        numbers = numbers.astype("float32")
+        if kind == "F32" or numbers.ndim == 1:
+            writer.add_tensor(tensor.name, numbers)
+        else:
+            packed = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(tensor.name, packed, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -81,7 +81,7 @@ class Child:
     """One engine's process; a context manager."""
 
     def __init__(self, contestant: Contestant) -> None:
-        self.label = contestant.label
+        self.label, self.engine = contestant.label, contestant.engine
         # Through env(1): variables for the child only, this process's own stay unread.
         variables = [f"OMP_NUM_THREADS={contestant.spec['threads']}", *_VARIABLES]
         engine = [contestant.python, str(_CHILD), contestant.engine, json.dumps(contestant.spec)]
@@ -148,7 +148,7 @@ def run(
         for round_ in range(rounds + 1):  # round 0 warms up
             for work in chosen:
                 for child in alive:
-                    if child.label not in result.absent:
+                    if child.label not in result.absent and child.engine not in work.without:
                         tell(f"round {round_}/{rounds}: {work.name} on {child.label}")
                         _take_turn(child, work, round_, result)
     finally:

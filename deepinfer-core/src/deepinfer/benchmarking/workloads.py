@@ -16,7 +16,8 @@ class Workload:
     """A batch of requests, all submitted at once, each with a fixed number of output tokens.
 
     ``measure``: "rate" is generated tokens a second, "first" milliseconds to the first token,
-    "gap" milliseconds between tokens, "cpu" CPU seconds.
+    "gap" milliseconds between tokens, "cpu" CPU seconds. ``without``: engines that cannot do it (a
+    prefix that is not shared is another workload).
     """
 
     name: str
@@ -25,6 +26,7 @@ class Workload:
     prompt: int
     output: int
     shared: int = 0
+    without: tuple[str, ...] = ()
 
     def prompts(self, vocab: int, seed: int) -> list[list[int]]:
         """Ids in the middle of the vocabulary, away from special tokens at its ends."""
@@ -43,7 +45,15 @@ WORKLOADS: Final[Mapping[str, Workload]] = {
         Workload("throughput", "rate", requests=32, prompt=128, output=64),
         Workload("first-token", "first", requests=1, prompt=512, output=1),
         Workload("between-tokens", "gap", requests=1, prompt=32, output=65),
-        Workload("shared-prefix", "cpu", requests=32, prompt=32, output=32, shared=1024),
+        Workload(
+            "shared-prefix",
+            "cpu",
+            requests=32,
+            prompt=32,
+            output=32,
+            shared=1024,
+            without=("transformers",),
+        ),
     )
 }
 UNITS: Final = {

@@ -78,7 +78,7 @@ def startup(**options: Any) -> None:
     """Import and load, in a fresh process each time; DeepInfer's by stage."""
     from deepinfer.benchmarking import harness
 
-    with doing("preparing") as tell:
+    with doing("preparing", log=True) as tell:
         contestants = _contestants(options, tell)
         result = harness.startups(contestants, options["rounds"], tell)
     _report(result, contestants[0].label, options["output"], options["as_json"])
@@ -90,7 +90,7 @@ def startup(**options: Any) -> None:
 def _measure(workloads: Sequence[str], **options: Any) -> None:
     from deepinfer.benchmarking import harness
 
-    with doing("preparing") as tell:
+    with doing("preparing", log=True) as tell:
         contestants = _contestants(options, tell)
         result = harness.run(contestants, workloads, options["rounds"], tell)
     _report(result, contestants[0].label, options["output"], options["as_json"])
@@ -111,7 +111,8 @@ def _contestants(options: dict[str, Any], tell: Callable[[str], None]) -> list[A
     pythons = dict(_pair(text) for text in options["pythons"])
     names = [name for name in PEERS if options["peers"] or name in pythons]
     if names:
-        paths = _peer_files(model, options["peer_model"], names, tell)
+        quantization = engine.get("quantization")
+        paths = _peer_files(model, options["peer_model"], names, quantization, tell)
         dtype = engine.get("dtype", "float32")
         peer_spec = {"threads": threads, "dtype": "float32" if dtype == "auto" else dtype, **paths}
         contestants += [
@@ -135,14 +136,18 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _peer_files(
-    model: str, given: Path | None, names: Sequence[str], tell: Callable[[str], None]
+    model: str,
+    given: Path | None,
+    names: Sequence[str],
+    quantization: str | None,
+    tell: Callable[[str], None],
 ) -> dict[str, str]:
-    """The same weights as files that peers read."""
+    """The same weights as files that peers read; beside int8, llama.cpp's Q8_0."""
     from deepinfer.benchmarking.export import as_gguf, as_safetensors
 
     paths = {"hf": str(given or as_safetensors(model, tell))}
     if "llama.cpp" in names:
-        paths["gguf"] = str(as_gguf(model, tell))
+        paths["gguf"] = str(as_gguf(model, tell, "Q8_0" if quantization else "F32"))
     return paths
 
 

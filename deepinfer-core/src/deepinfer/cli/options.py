@@ -136,13 +136,18 @@ def fetch_demo(model: str) -> None:
 
 
 @contextmanager
-def doing(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal's last line what is being done; gives the call that changes it."""
+def doing(what: str, log: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's last line what is being done; gives the call that changes it.
+
+    ``log``: without a terminal, write a line for each instead of nothing.
+    """
     terminal = sys.stderr.isatty()
 
     def tell(now: str) -> None:
         if terminal:
             click.echo(f"\r\x1b[K{now} ...", nl=False, err=True)
+        elif log:
+            click.echo(now, err=True)
 
     tell(what)
     try:
