@@ -46,7 +46,8 @@ class EngineConfig(BaseModel):
         quantization: None or ``int8`` (weights only).
         max_model_len: longest text in tokens; None takes the model's own.
         max_num_seqs: requests that run at once.
-        max_num_batched_tokens: tokens of one step; longer prefills run in chunks.
+        max_num_batched_tokens: tokens of one step; longer prefills run in chunks. None takes
+            what fills the backend (512 on a CPU: more gains nothing and costs memory).
         page_size: tokens per KV page.
         kv_cache_memory: bytes of KV (``"2GiB"`` too); None sizes it from what is free.
         gpu_memory_utilization: share of the device's memory that the engine may use.
@@ -74,7 +75,7 @@ class EngineConfig(BaseModel):
     quantization: Literal["int8"] | None = None
     max_model_len: int | None = Field(default=None, ge=2)
     max_num_seqs: int = Field(default=256, ge=1)
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
     page_size: int = Field(default=16, ge=1)
     kv_cache_memory: int | None = Field(default=None, ge=1)
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)

@@ -12,7 +12,7 @@ native = pytest.importorskip("deepinfer.native.backend")
 CTX = OpContext(dtype=torch.float32, device=torch.device("cpu"), num_threads=1, head_dim=16)
 NATIVE = {
     *("linear", "grouped_linear", "embedding", "rms_norm", "add_rms_norm", "silu_mul", "rope"),
-    *("kv_write", "plan_attention", "attention", "gumbel_argmax", "logprobs"),
+    *("kv_write", "plan_attention", "attention", "filter_top", "gumbel_argmax", "logprobs"),
 }
 
 

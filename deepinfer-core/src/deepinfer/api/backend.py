@@ -51,7 +51,8 @@ class BackendFacts:
     """What a backend can do; core compares it with what the configuration needs.
 
     ``invariant``: op names whose implementation is batch-invariant (with ``OpContext.invariant``).
-    ``memory_bytes``: what KV and weights may use together.
+    ``memory_bytes``: what KV and weights may use together. ``step_tokens``: tokens of a step that
+    fill the device, where the user names no ``max_num_batched_tokens``.
     """
 
     dtypes: frozenset[str]
@@ -60,6 +61,7 @@ class BackendFacts:
     quantizations: frozenset[str] = frozenset()
     invariant: frozenset[str] = frozenset()
     graphs: bool = False
+    step_tokens: int = 2048
     notes: Mapping[str, str] = field(default_factory=dict)
 
 

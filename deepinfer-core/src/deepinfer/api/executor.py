@@ -29,6 +29,7 @@ class ModelFacts:
     backend: str
     weight_bytes: int = 0
     draft_len: int = 0
+    step_tokens: int = 2048
     load_seconds: float = 0.0
 
 

@@ -69,7 +69,7 @@ class Engine:
             stores=stores,
         )
         self.scheduler = Scheduler(
-            config, self.cache, policy or FCFSPolicy(), planner, facts.draft_len, clock
+            config, self.cache, policy or FCFSPolicy(), planner, facts, clock
         )
         self.logits = LogitsPipeline(facts.vocab_size, facts.draft_len, grammar_backend)
         self.output = OutputProcessor(tokenizer)

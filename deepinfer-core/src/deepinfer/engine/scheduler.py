@@ -18,6 +18,7 @@ from deepinfer.engine.policy import checked_budget, checked_order, checked_victi
 from deepinfer.engine.request import Ahead, RequestState, Status
 
 if TYPE_CHECKING:
+    from deepinfer.api.executor import ModelFacts
     from deepinfer.api.plan import BatchPlan, StepOutput
     from deepinfer.api.policy import Policy
     from deepinfer.api.speculative import DraftPlanner
@@ -36,7 +37,7 @@ class Scheduler:
         cache: KVCache,
         policy: Policy,
         planner: DraftPlanner | None,
-        draft_len: int,
+        facts: ModelFacts,
         clock: Callable[[], float],
     ) -> None:
         self.config = config
@@ -44,7 +45,8 @@ class Scheduler:
         self.policy = policy
         self.planner = planner
         self.clock = clock
-        self.draft_len = draft_len
+        self.draft_len = facts.draft_len
+        self.max_tokens = config.max_num_batched_tokens or facts.step_tokens
         self.waiting: list[RequestState] = []
         self.loading: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -111,7 +113,7 @@ class Scheduler:
             running=len(self.running),
             decoding=len(self.running) - prefilling,
             free_pages=self.cache.pool.free,
-            max_tokens=self.config.max_num_batched_tokens,
+            max_tokens=self.max_tokens,
             max_rows=self.config.max_num_seqs,
         )
 

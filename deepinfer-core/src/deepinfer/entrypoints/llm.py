@@ -52,7 +52,7 @@ class LLM:
         quantization: Literal["int8"] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         page_size: int = 16,
         kv_cache_memory: int | str | None = None,
         gpu_memory_utilization: float = 0.9,

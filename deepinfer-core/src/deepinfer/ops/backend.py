@@ -73,6 +73,7 @@ class ReferenceBackend:
             memory_bytes=total_memory(),
             page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
             quantizations=frozenset({"int8"}),
+            step_tokens=512,
             invariant=frozenset(table()),
         )
 

@@ -132,6 +132,7 @@ class Host:
             backend=backend.name,
             weight_bytes=loaded.weight_bytes,
             draft_len=drafter.draft_len,
+            step_tokens=backend.facts().step_tokens,
             load_seconds=times["weights"],
         )
         return cls(facts, ModelRunner(rig), device, kv, times)
