@@ -72,3 +72,31 @@ def test_experts_are_packed_one_by_one(quantization):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert (got[6:] == 0).all()
     assert packed.nbytes >= experts.nbytes // 4
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_float32_rows_meet_a_bfloat16_cache(backend):
+    """What runs where dtype is bfloat16: rows stay float32 and are rounded as they are stored."""
+    from deepinfer.ops.backend import ReferenceBackend
+
+    chosen = native.NativeCPUBackend() if backend == "cpu" else ReferenceBackend()
+    assert chosen.facts().activations == "float32"
+    ops = build_ops(chosen, dataclasses.replace(CTX, dtype=torch.bfloat16))
+    torch.manual_seed(3)
+    q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
+    k_cache, v_cache = torch.zeros(2, 2, 4, 2, 16, dtype=torch.bfloat16).unbind(0)
+    ops.kv_write(k, v, k_cache, v_cache, torch.arange(5))
+    torch.testing.assert_close(k_cache.flatten(0, 1)[:5], k.bfloat16(), rtol=0, atol=0)
+    plan = ops.plan_attention(
+        torch.tensor([[0, 1]], dtype=torch.int32),
+        torch.tensor([5]),
+        torch.tensor([0, 5], dtype=torch.int32),
+        4,
+    )
+    o, _ = ops.attention(q, k_cache, v_cache, plan, 0.25)
+    keys, values = (x.bfloat16().float().repeat_interleave(2, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * 0.25
+    scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    assert o.dtype == torch.float32
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)

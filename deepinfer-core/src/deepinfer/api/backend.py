@@ -33,7 +33,8 @@ class Impl(NamedTuple):
 class OpContext:
     """What a backend may know when it chooses implementations. Nothing of it changes later.
 
-    ``dtype`` is the activation and KV type; ``quantization`` None or "int8" (weights only);
+    ``dtype`` is the type of weights and KV, ``activation_dtype`` of the rows between ops (None:
+    ``dtype``); ``quantization`` None or "int8" (weights only);
     ``invariant``: return only implementations whose row i depends neither on other rows nor on i.
     """
 
@@ -44,6 +45,7 @@ class OpContext:
     num_threads: int = 1
     page_size: int = 16
     head_dim: int | None = None
+    activation_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,9 @@ class BackendFacts:
 
     ``invariant``: op names whose implementation is batch-invariant (with ``OpContext.invariant``).
     ``memory_bytes``: what KV and weights may use together. ``step_tokens``: tokens of a step that
-    fill the device, where the user names no ``max_num_batched_tokens``.
+    fill the device, where the user names no ``max_num_batched_tokens``. ``activations``: the type
+    of rows between ops where it is not ``dtype``: a device whose arithmetic is float32 anyway
+    loses nothing by it and rounds less.
     """
 
     dtypes: frozenset[str]
@@ -62,6 +66,7 @@ class BackendFacts:
     invariant: frozenset[str] = frozenset()
     graphs: bool = False
     step_tokens: int = 2048
+    activations: str | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -106,6 +106,7 @@ class LlamaModel:
         device = None if ops.context is None else ops.context.device
         self.ops = ops
         self.embed = Linear(ops)
+        self.activation_dtype = None if ops.context is None else ops.context.activation_dtype
         self.layers = [
             DecoderLayer(config, index, mlp(config, index, ops, parallel), ops, parallel)
             for index in range(config.layers)
@@ -118,7 +119,7 @@ class LlamaModel:
         assign(self, parameter, value)
 
     def forward(self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None) -> Tensor:
-        x: Tensor = self.ops.embedding(batch.ids, self.embed.weight)
+        x: Tensor = self.ops.embedding(batch.ids, self.embed.weight).to(self.activation_dtype)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch, kv.layer(index), self.cos_sin)

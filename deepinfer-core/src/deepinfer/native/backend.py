@@ -47,6 +47,7 @@ class NativeCPUBackend:
             page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
             quantizations=frozenset({"int8"}),
             step_tokens=512,
+            activations="float32",
             invariant=frozenset(op_table()),
             notes={"kernels": loader.describe()},
         )

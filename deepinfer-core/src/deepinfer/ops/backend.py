@@ -74,6 +74,7 @@ class ReferenceBackend:
             page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
             quantizations=frozenset({"int8"}),
             step_tokens=512,
+            activations="float32",
             invariant=frozenset(table()),
         )
 

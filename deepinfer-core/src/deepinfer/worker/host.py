@@ -186,6 +186,7 @@ def _load(
         )
     mine = replace(mine, max_model_len=config.max_model_len or limit)
     spec = adapter.kv_spec(mine, dtype.itemsize)
+    rows = backend.facts().activations
     context = OpContext(
         dtype=dtype,
         device=device.torch_device,
@@ -194,6 +195,7 @@ def _load(
         num_threads=config.num_threads or torch.get_num_threads(),
         page_size=config.page_size,
         head_dim=spec.groups[0].head_dim,
+        activation_dtype=None if rows is None else getattr(torch, rows),
     )
     _check_page_size(config.page_size, backend)
     ops = build_ops(backend, context)

@@ -50,15 +50,15 @@ def plan_attention(
 @op
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store rows in the cache, in place. k, v [T, HKV, D]; slots int64[T]: page·page_size + offset,
-    −1 writes nothing. A slot may appear once; the cache's dtype is that of k and v.
+    −1 writes nothing. A slot may appear once. Rows are rounded to the cache's dtype.
     """
     kept = slots >= 0
     if not bool(kept.all()):
         k, v, slots = k[kept], v[kept], slots[kept]
     page_size = k_cache.shape[1]
     pages, offsets = slots // page_size, slots % page_size
-    k_cache[pages, offsets] = k
-    v_cache[pages, offsets] = v
+    k_cache[pages, offsets] = k.to(k_cache.dtype)
+    v_cache[pages, offsets] = v.to(v_cache.dtype)
 
 
 @op
