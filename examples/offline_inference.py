@@ -1,7 +1,7 @@
 """Offline inference: a batch of prompts through one engine.
 
     python examples/offline_inference.py
-    python examples/offline_inference.py --model path/to/model --ep 8
+    python examples/offline_inference.py --model path/to/model --max-num-seqs 64
     python examples/offline_inference.py --prompt "The three primary colours are"
 
 Without ``--model`` it runs the demo model, SmolLM2-135M-Instruct, fetched once (93 MB).
@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Generate, then show each prompt with its text and times."""
+    """Generate, then show each prompt with its text and why it ended."""
     args = parse_args()
     params = SamplingParams(
         temperature=args.temperature,

@@ -617,3 +617,10 @@ def test_opening_all_windows_loads_nothing_heavy(site):
 def test_a_model_spec_is_told_apart_by_type():
     spec = ModelSpec(name="m", load="a:b", architectures=("X",))
     assert (spec.kind, spec.priority, spec.probe()) == ("model", 0, None)
+
+
+def test_a_disabled_name_that_nothing_has_is_refused(tmp_path):
+    """A slip of the pen would leave the plugin in; core's own rooms cannot be left out."""
+    for name in ("nosuch", "core"):
+        with pytest.raises(PluginError, match=f"disable_plugins names {name}"):
+            discover([name], path=[str(tmp_path)])

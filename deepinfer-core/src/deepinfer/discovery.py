@@ -23,6 +23,7 @@ from deepinfer import __version__
 from deepinfer.api import hookspecs
 from deepinfer.api.hookspecs import PROJECT
 from deepinfer.api.specs import API_VERSION, Spec, usable
+from deepinfer.errors import PluginError
 
 CORE: Final = "deepinfer-core"
 CORE_VERSION: Final = __version__
@@ -87,7 +88,9 @@ def discover(disable: Iterable[str] = (), path: Sequence[str] | None = None) -> 
         api=API_VERSION[0],
     )
     found = sorted(_read(path), key=lambda p: (p.api, p.name, p.distribution))
-    judged = [core, *(_judge(plugin, set(disable)) for plugin in found)]
+    disabled = set(disable)
+    _refuse_unknown(disabled, found)
+    judged = [core, *(_judge(plugin, disabled) for plugin in found)]
     counts = Counter((p.api, p.name) for p in judged if p.state != "disabled")
     return [_mark_duplicate(p, judged) if counts[p.api, p.name] > 1 else p for p in judged]
 
@@ -228,6 +231,18 @@ def _facts(distribution: Any) -> tuple[str, str, tuple[str, ...]]:
 def canonical(name: str) -> str:
     """A distribution's name as registries compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _refuse_unknown(disabled: set[str], found: Sequence[Plugin]) -> None:
+    """A name that disables nothing is a slip of the pen, and core's own rooms stay."""
+    known = {p.name for p in found} | {canonical(p.distribution) for p in found}
+    unknown = sorted(name for name in disabled if not {name, canonical(name)} & known)
+    if unknown:
+        raise PluginError(
+            f"disable_plugins names {', '.join(unknown)}, which no installed plugin is called.",
+            setting="disable_plugins",
+            next_step=f"Installed: {', '.join(sorted(known)) or 'none beside core'}.",
+        )
 
 
 def _judge(plugin: Plugin, disabled: set[str]) -> Plugin:

@@ -39,9 +39,9 @@ def _explain(owner: str, error: ValidationError) -> InvalidRequestError:
             lines.append(f"{where}: no such parameter")
         else:
             reason = item["msg"].removeprefix("Value error, ")
-            given = f"={item['input']!r}" if where else ""
+            given = f"={item['input']!r}" if where and item["type"] != "missing" else ""
             lines.append(f"{where}{given}: {reason}" if where else reason)
-    return InvalidRequestError(f"{owner}: {'; '.join(lines)}.", setting=first)
+    return InvalidRequestError(f"{owner}: {'; '.join(lines).rstrip('.')}.", setting=first)
 
 
 class StructuredSpec(_Frozen):

@@ -44,7 +44,7 @@ def generate(
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> int:
-    """Continue PROMPTS, or the lines of --file or of standard input."""
+    """Continue PROMPTS, the lines of --file, or standard input as one text."""
     asked = list(_asked(prompts, files))
     if not asked:
         raise click.UsageError("No prompt: give arguments, --file, or text on standard input.")

@@ -158,7 +158,7 @@ def _format_wish(wish: Any) -> dict[str, Any]:
 
 def _line(job: _Job, number: int, model: str) -> dict[str, Any]:
     if job.error is not None:
-        status = 400 if isinstance(job.error, InvalidRequestError) else 500
+        status = 400 if isinstance(job.error, InvalidRequestError | ConfigError) else 500
         body: dict[str, Any] = {"error": {"message": str(job.error), "type": _code(job.error)}}
     else:
         status, body = 200, _body(job, model, number)

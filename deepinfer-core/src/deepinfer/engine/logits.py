@@ -128,7 +128,7 @@ class LogitsPipeline:
                 f"Request {request.id}: structured output needs a grammar plugin, and none is "
                 "loaded.",
                 setting="so_args",
-                next_step="Install the distribution deepinfer-structured.",
+                next_step="deepinfer-structured will bring one; this version does not have it yet.",
             )
 
     def compile(self, r: RequestState) -> None:

@@ -249,11 +249,12 @@ def size_kv(
         log.info("max_model_len is %d, not the model's %d: KV memory ends there.", fits, max_len)
         return fits, pages
     need = -(-max_len // config.page_size) * page_bytes
+    shorter = f", or max_model_len={fits} or less" if fits >= 2 else ""
     raise KVCacheTooSmallError(
         f"kv_cache_memory={budget} holds {fits} tokens, and one text of max_model_len={max_len} "
         f"needs {need} bytes.",
         setting="kv_cache_memory",
-        next_step=f"Give kv_cache_memory={need} or more, or max_model_len={max(fits, 2)} or less.",
+        next_step=f"Give kv_cache_memory={need} or more{shorter}.",
     )
 
 
