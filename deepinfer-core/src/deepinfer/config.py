@@ -6,6 +6,7 @@ name, all reasons at once.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, Literal
 
@@ -74,7 +75,7 @@ class EngineConfig(BaseModel):
     device: Literal["cpu", "cuda", "npu"] | None = None
     quantization: Literal["int8"] | None = None
     max_model_len: int | None = Field(default=None, ge=2)
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1, le=65536)
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     page_size: int = Field(default=16, ge=1)
     kv_cache_memory: int | None = Field(default=None, ge=1)
@@ -85,7 +86,7 @@ class EngineConfig(BaseModel):
     overlap: bool = True
     scheduling_policy: str = "fcfs"
     executor: str = "local"
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=4096)
     generation_config: Literal["auto", "none"] = "auto"
     trust_remote_code: bool = False
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -94,6 +95,11 @@ class EngineConfig(BaseModel):
     context_parallel_size: int = Field(default=1, ge=1)
     disable_plugins: tuple[str, ...] = ()
     plugin_config: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_validator("model", "tokenizer", mode="before")
+    @classmethod
+    def _path(cls, value: Any) -> Any:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("kv_cache_memory", mode="before")
     @classmethod

@@ -8,7 +8,8 @@ needs the vocabulary or the context length is checked at submission.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -28,6 +29,19 @@ class _Frozen(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise _explain(type(self).__name__, error) from None
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, which are checked like the first ones."""
+        if not update:
+            return super().model_copy(deep=deep)
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**given, **update})
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        raise ValueError("expected a list")
+    return tuple(value)
 
 
 def _explain(owner: str, error: ValidationError) -> InvalidRequestError:
@@ -111,7 +125,7 @@ class SamplingParams(_Frozen):
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> Any:
-        texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+        texts = () if value is None else (value,) if isinstance(value, str) else _tuple(value)
         if any(text == "" for text in texts):
             raise ValueError("an empty text is not allowed")
         return texts
@@ -119,7 +133,7 @@ class SamplingParams(_Frozen):
     @field_validator("stop_token_ids", mode="before")
     @classmethod
     def _no_ids(cls, value: Any) -> Any:
-        return () if value is None else tuple(value)
+        return () if value is None else _tuple(value)
 
     @field_validator("allowed_token_ids")
     @classmethod

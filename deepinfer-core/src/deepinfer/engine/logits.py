@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Encode = Callable[[str], Sequence[int]]
 
 
+_FOREVER = 2**31 - 1  # longer than any text
+
+
 def to_row_params(
     params: SamplingParams,
     prompt_len: int,
@@ -52,7 +55,7 @@ def to_row_params(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
-        min_len=prompt_len + params.min_tokens if params.min_tokens else 0,
+        min_len=min(prompt_len + params.min_tokens, _FOREVER) if params.min_tokens else 0,
         stop_ids=tuple(sorted(i for i in stop_ids if i < vocab_size)),
         logit_bias=tuple(sorted((params.logit_bias or {}).items())),
         allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from deepinfer.tokenizer import Tokenizer
 
 logger: Final = logging.getLogger("deepinfer")
+_CHAT_FORMATS: Final = 32
 _FROM_CHECKPOINT: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -97,6 +98,8 @@ class Assembly:
         if chat is None:
             from deepinfer.chat import chat_format
 
+            if len(self._chat_formats) >= _CHAT_FORMATS:
+                self._chat_formats.clear()  # who brings a template of his own each time
             chat = self._chat_formats[template] = chat_format(self.tokenizer, template)
         text = chat.render(messages, tools, add_generation_prompt, template_kwargs)
         ids = self.tokenizer.encode(text, add_special_tokens=False)

@@ -80,7 +80,7 @@ class AsyncLLM:
             DeepInferError: the request failed; the engine and all others go on.
             EngineDeadError, EngineClosedError: there is no engine any more.
         """
-        params = sampling_params or self.get_default_sampling_params()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"r{next(self._ids)}"
         if name in self._streams:
             raise InvalidRequestError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -84,6 +85,8 @@ class Driver:
         self._nobody = _Nobody()
         self._closing = False
         self._death: EngineDeadError | None = None
+        self._pid = os.getpid()
+        self._ended = Gate()  # the last that the thread does; an interrupted join forgets
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
 
@@ -151,6 +154,11 @@ class Driver:
             ) from self._death.__cause__
         if self._closing:
             raise EngineClosedError("This engine was closed.")
+        if self._pid != os.getpid():
+            raise EngineClosedError(
+                f"This engine belongs to process {self._pid}; a fork has none of its threads.",
+                next_step="Create an engine after the fork.",
+            )
 
     @property
     def unfinished(self) -> int:
@@ -166,8 +174,11 @@ class Driver:
         with self._lock:
             self._closing = True
             self._wake.notify()
-        if self._thread is not threading.current_thread():  # a garbage collection may run there
-            self._thread.join(timeout)
+        if self._thread is threading.current_thread():  # a garbage collection may run there
+            return
+        if self._pid == os.getpid() and self._thread.ident is not None:
+            self._ended.wait(-1 if timeout is None else timeout)
+        self._thread.join(timeout)
 
     def _send(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -183,7 +194,10 @@ class Driver:
                     self._deliver(_alive(self._engine.step()))
         except BaseException as why:
             self._die(why)
-        self._shut()
+        try:
+            self._shut()
+        finally:
+            self._ended.open()
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when closing."""
@@ -231,6 +245,8 @@ class Driver:
             except Exception:
                 logger.exception("A listener failed; its requests are ended.")
                 self._drop([d.request_id for d in part])
+                with contextlib.suppress(Exception):
+                    sink.fail(EngineClosedError("What listened to this request failed."))
 
     def _die(self, why: BaseException) -> None:
         logger.error("The engine has stopped: %r", why, exc_info=why)
@@ -243,7 +259,10 @@ class Driver:
         """Nothing runs any more: tell those who wait, give everything back."""
         gone = self._death or EngineClosedError("This engine was closed.")
         for sink in set(self._sinks.values()):
-            sink.fail(gone)
+            try:
+                sink.fail(gone)
+            except Exception:  # its event loop has just closed, say
+                logger.exception("A listener could not be told that the engine is gone.")
         self._sinks.clear()
         try:
             self._engine.close()

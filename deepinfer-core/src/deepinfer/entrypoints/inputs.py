@@ -60,7 +60,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """All prompts; a flat list of ids is one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or _unordered(prompts) or _is_id(prompts):
         raise _no_prompt(prompts)
     items = list(prompts)
     if items and all(_is_id(item) for item in items):
@@ -72,6 +72,8 @@ def one_each(name: str, values: Any, single: type | tuple[type, ...], count: int
     """One value for all prompts or a value for each; a wrong number is refused."""
     if values is None or isinstance(values, single):
         return [values] * count
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise InvalidRequestError(f"{name} cannot be {values!r}.", setting=name)
     each = list(values)
     if len(each) != count:
         raise InvalidRequestError(
@@ -83,7 +85,14 @@ def one_each(name: str, values: Any, single: type | tuple[type, ...], count: int
 
 
 def _is_id(item: Any) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, bool)
+    """An integer of any library; arrays have ``__index__`` too, and are none."""
+    scalar = hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0
+    return scalar and not isinstance(item, bool)
+
+
+def _unordered(given: Any) -> bool:
+    """Iterable, and surely not meant as ids."""
+    return isinstance(given, bytes | bytearray | set | frozenset)
 
 
 def _no_prompt(given: Any) -> InvalidRequestError:
@@ -134,6 +143,7 @@ class Preparer:
                 f"sampling_params is {type(params).__name__}, not SamplingParams.",
                 setting="sampling_params",
             )
+        rank = _rank(priority)
         text, ids = self._ids(prompt)
         self._check_length(ids)
         self._check_ids(ids, params)
@@ -149,7 +159,7 @@ class Preparer:
                 seed=mix(seed, i),
                 limit=limit,
                 eos_ids=self._eos_ids,
-                priority=priority,
+                priority=rank,
                 arrival=arrival,
                 structured=params.so_args,
             )
@@ -163,7 +173,7 @@ class Preparer:
             prompt = _of_mapping(prompt)
         if isinstance(prompt, str):
             return prompt, tuple(self._encode_prompt(prompt))
-        if not isinstance(prompt, Iterable):
+        if not isinstance(prompt, Iterable) or _unordered(prompt) or _is_id(prompt):
             raise _no_prompt(prompt)
         ids: list[Any] = list(prompt)
         for item in ids:
@@ -232,6 +242,14 @@ class Preparer:
         if self._seed is None:
             return int.from_bytes(os.urandom(8), "little")
         return mix(self._seed ^ _DRAWN, next(self._drawn))
+
+
+def _rank(priority: Any) -> int:
+    if priority is None:
+        return 0
+    if not _is_id(priority):
+        raise InvalidRequestError(f"priority={priority!r} is no whole number.", setting="priority")
+    return operator.index(priority)
 
 
 def shown(prompt: Any) -> str | None:

@@ -172,7 +172,7 @@ class LLM:
                 if isinstance(prompt, InvalidRequestError):
                     raise prompt
                 wish = self.get_default_sampling_params() if wish is None else wish
-                call.take(i, self.assembly.preparer.prepare(name, prompt, wish, rank or 0))
+                call.take(i, self.assembly.preparer.prepare(name, prompt, wish, rank))
             except InvalidRequestError as why:
                 if len(asked) == 1:
                     raise

@@ -56,8 +56,9 @@ class LocalExecutor:
             name="deepinfer-device",
             daemon=True,
         )
-        self._thread.start()
+        # First, so that a Ctrl-C while the thread starts leaves somebody who ends it.
         self._end = weakref.finalize(self, _stop, self._tasks, self._thread)
+        self._thread.start()
 
     def start(self, config: EngineConfig, resolution: Resolution) -> ModelFacts:
         """Load the model and size the KV pool."""
@@ -174,5 +175,5 @@ def _stop(tasks: queue.SimpleQueue[_Task | None], thread: threading.Thread) -> N
 
 
 def _join(thread: threading.Thread, patience: float | None) -> None:
-    if thread is not threading.current_thread():
+    if thread.ident is not None and thread is not threading.current_thread():
         thread.join(patience)
