@@ -68,7 +68,8 @@ static void place_attention(attention_plan *b, arena *s) {
     b->turn.kv.v = qkv + (size_t)((hq + hkv) * d) * es, b->turn.kv.stride_v = wide * d;
     b->attn.q = q, b->attn.stride_q = b->turn.q.heads * d;
     b->attn.out = cut(s, t * hq * d, es);
-    const int64_t one = packed_size(t, h, dt), two = packed_size(t, hq * d, dt);
+    const int64_t one = packed_size(t, h, dt, b->qkv.p.wt);
+    const int64_t two = packed_size(t, hq * d, dt, b->o.p.wt);
     b->packed = cut(s, one > two ? one : two, sizeof(float));
 }
 
@@ -152,7 +153,8 @@ static const char *op_mlp_block(const arg *a) {
         norm.out = cut(&s, t * h, es);
         gate_up.p.out = cut(&s, t * 2 * inner, es);
         silu.x = gate_up.p.out, silu.out = cut(&s, t * inner, es);
-        packed = cut(&s, packed_size(t, h > inner ? h : inner, dt), sizeof(float));
+        packed = cut(&s, packed_size(t, h > inner ? h : inner, dt, gate_up.p.wt),
+                     sizeof(float));
         if (placed) break;
         s.base = malloc(s.used), s.used = 0;
         if (!s.base) return "out of memory";

@@ -47,7 +47,8 @@ static void detect(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best_isa = 1;
     if (best_isa && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni"))
         best_isa = 2;
 #endif
     choose(best_isa);
@@ -159,6 +160,9 @@ static int64_t threads_for(int64_t threads, int64_t work) { return work < SMALL 
 
 /* ---- linear ----------------------------------------------------------------------------- */
 
+/* k rounded up to whole groups */
+static int64_t deep(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
+
 typedef struct {
     const void *x;
     float *to;
@@ -191,6 +195,18 @@ static void pack_x(void *ctx, int64_t from, int64_t to) {
     }
 }
 
+/* Row r of x as int8, for int8 weights. */
+static void quant_x(void *ctx, int64_t from, int64_t to) {
+    const pack_x_args *p = ctx;
+    const int64_t kp = deep(p->k), groups = kp / GROUP;
+    int8_t *q = (int8_t *)p->to;
+    float *scales = (float *)(void *)(q + p->m * kp);
+    int32_t *fix = (int32_t *)(void *)(scales + p->m * groups);
+    for (int64_t r = from; r < to; r++)
+        kernels->quant((const char *)p->x + (size_t)(r * p->ld) * (p->dt == DT_F32 ? 4 : 2), p->dt,
+                       p->k, q + r * kp, scales + r * groups, fix + r * groups);
+}
+
 OVER(linear_range, linear_args, linear(p, i))
 
 typedef struct {
@@ -199,7 +215,8 @@ typedef struct {
 } linear_plan;
 
 /* Numbers that x is packed into; 0: it is read where it is. */
-static int64_t packed_size(int64_t m, int64_t k, int dt) {
+static int64_t packed_size(int64_t m, int64_t k, int dt, int wt) {
+    if (wt == DT_INT8) return m * (deep(k) / 4 + 2 * deep(k) / GROUP);
     return m > 1 || dt != DT_F32 ? m * k : 0;
 }
 
@@ -209,7 +226,14 @@ static void add_linear(chain *c, linear_plan *l, const void *x, int dt, int64_t 
     linear_args *p = &l->p;
     const int64_t m = p->m, tiles = kernels->mr_max, tiles_m = (m + tiles - 1) / tiles;
     p->x = x;
-    if (packed_size(m, p->k, dt)) {
+    if (p->wt == DT_INT8) {
+        const int64_t kp = deep(p->k);
+        l->x = (pack_x_args){x, packed, m, p->k, ldx, dt, 1};
+        p->xq = (const int8_t *)packed;
+        p->xs = packed + m * kp / 4;
+        p->fix = (const int32_t *)(const void *)(p->xs + m * kp / GROUP);
+        add_job(c, quant_x, &l->x, m, 1 + 8192 / (kp + 1));
+    } else if (packed_size(m, p->k, dt, p->wt)) {
         l->x = (pack_x_args){x, packed, m, p->k, ldx, dt, (int)tiles};
         add_job(c, pack_x, &l->x, tiles_m, threads_for(2, m * p->k / 4) > 1 ? 1 : tiles_m);
         p->x = packed;
@@ -226,7 +250,7 @@ static void add_linear(chain *c, linear_plan *l, const void *x, int dt, int64_t 
 
 /* x, x_dt, ldx, m, n, k, w, w_dt, scales, bias, bias_dt, out, out_dt, threads */
 static const char *op_linear(const arg *a) {
-    const int64_t m = a[3].i, n = a[4].i, k = a[5].i, size = packed_size(m, k, (int)a[1].i);
+    const int64_t m = a[3].i, n = a[4].i, k = a[5].i, size = packed_size(m, k, (int)a[1].i, (int)a[7].i);
     linear_plan l = {.p = {.w = a[6].p, .scales = a[8].p, .bias = a[9].p, .out = a[11].p,
                            .m = m, .n = n, .k = k, .wt = (int)a[7].i, .bias_dt = (int)a[10].i,
                            .out_dt = (int)a[12].i}};
