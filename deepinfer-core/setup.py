@@ -20,7 +20,7 @@ FLAGS = [
     "-Wno-psabi",
     "-Wno-unknown-pragmas",
 ]
-HEADERS = "kernels simd tile linear rows attention sampling filter template".split()
+HEADERS = "blocks kernels simd dot tile linear rows attention sampling filter template".split()
 
 setup(
     ext_modules=[

@@ -4,7 +4,7 @@ import pytest
 import torch
 from deepinfer.api.backend import OpContext
 from deepinfer.ops.backend import ReferenceBackend, build_ops
-from deepinfer.ops.quant import GROUP, Int8Weight
+from deepinfer.ops.quant import GROUP, Int8Weight, round_rows
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,18 @@ def test_equals_the_native_definition():
     assert torch.equal(packed.float(), native.unpack(native.prepare_linear(w, "int8")))
 
 
+@pytest.mark.parametrize("columns", [GROUP, 70])
+def test_rounded_rows_are_within_half_a_step(columns):
+    x = weight(6, columns) * torch.logspace(-12, 8, 6)[:, None]
+    x[1], x[2, 3], x[3, 5] = 0.0, torch.nan, torch.inf
+    near = round_rows(x)
+    step = torch.nn.functional.pad(x.abs(), (0, -columns % GROUP)).view(6, -1, GROUP).amax(-1) / 127
+    step = step.repeat_interleave(GROUP, dim=1)[:, :columns]
+    good = [0, 1, 4, 5]
+    assert ((near - x).abs() <= step * 0.501)[good].all() and (near[1] == 0).all()
+    assert near[2:4, :GROUP].isnan().all() and near[2:4, GROUP:].isfinite().all()
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_reader_takes_it(invariant, dtype):
@@ -42,11 +54,13 @@ def test_every_reader_takes_it(invariant, dtype):
     x, w, experts = weight(3, 64).to(dtype), weight(40, 64).to(dtype), weight(2, 8, 64).to(dtype)
     packed = ops.prepare(w, ("linear", "embedding"))
     plain = packed.float()
-    assert torch.equal(ops.linear(x, packed), ops.linear(x, plain))
+    near = round_rows(x)
+    assert torch.equal(ops.linear(x, packed), ops.linear(near, plain, None, dtype))
     assert torch.equal(ops.embedding(torch.tensor([7, 0]), packed), plain[[7, 0]].to(dtype))
     grouped = ops.prepare(experts, ("grouped_linear",))
     offsets = torch.tensor([0, 1, 3])
-    want = ops.grouped_linear(x, torch.stack([grouped[0].float(), grouped[1].float()]), offsets)
+    wide = torch.stack([grouped[0].float(), grouped[1].float()])
+    want = ops.grouped_linear(near, wide, offsets, dtype)
     assert torch.equal(ops.grouped_linear(x, grouped, offsets), want)
 
 

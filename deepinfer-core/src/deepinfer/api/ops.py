@@ -19,6 +19,7 @@ DENSE: Final = (
     "rope",
 )
 ATTENTION: Final = ("plan_attention", "kv_write", "attention")
+BLOCKS: Final = ("attention_block", "mlp_block")
 EXPERTS: Final = ("route", "permute", "grouped_linear", "moe")
 BATCH: Final = ("expand_rows",)
 SAMPLING: Final = (
@@ -30,4 +31,4 @@ SAMPLING: Final = (
     "logprobs",
     "accept_prefix",
 )
-OP_NAMES: Final = DENSE + ATTENTION + EXPERTS + BATCH + SAMPLING
+OP_NAMES: Final = DENSE + ATTENTION + BLOCKS + EXPERTS + BATCH + SAMPLING

@@ -9,6 +9,7 @@ from torch import Tensor
 from deepinfer.api.model import DeviceBatch
 from deepinfer.api.parallel import ParallelContext
 from deepinfer.layers.basic import Linear, RMSNorm
+from deepinfer.ops.reference.blocks import AttentionParams
 from deepinfer.ops.table import OpSet
 
 
@@ -26,39 +27,49 @@ class AttentionShape:
 
 
 class Attention:
-    """Rows [T, H] to rows [T, H], before the residual."""
+    """Rows [T, H] and their residual to rows [T, H] and the next residual, behind a norm."""
 
     def __init__(self, shape: AttentionShape, ops: OpSet, parallel: ParallelContext) -> None:
         self.ops = ops
         self.tp = parallel.tp
         self.shape = shape
-        self.scale = shape.head_dim**-0.5
         self.qkv = Linear(ops)
         self.o = Linear(ops)
         eps = shape.norm_eps
         self.q_norm = None if eps is None else RMSNorm(ops, eps)
         self.k_norm = None if eps is None else RMSNorm(ops, eps)
+        self._params: AttentionParams | None = None
 
-    def __call__(
-        self, x: Tensor, batch: DeviceBatch, kv: tuple[Tensor, Tensor], cos_sin: Tensor
-    ) -> Tensor:
-        ops, k_cache, v_cache = self.ops, *kv
-        q, k, v = self._heads(self.qkv(x), batch.positions, cos_sin)
-        ops.kv_write(k, v, k_cache, v_cache, batch.kv_slots)
-        out, _ = ops.attention(q, k_cache, v_cache, batch.attn, self.scale, self.shape.window)
-        return self.tp.all_reduce(self.o(out.flatten(1)))
+    def behind(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: DeviceBatch,
+        kv: tuple[Tensor, Tensor],
+        cos_sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (the rows of the norm of x + residual, x + residual)."""
+        if self._params is None:
+            self._params = self._gather(norm)
+        y, residual = self.ops.attention_block(x, residual, self._params, batch, kv, cos_sin)
+        return self.tp.all_reduce(y), residual
 
-    def _heads(
-        self, qkv: Tensor, positions: Tensor, cos_sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Fused rows [T, (HQ + 2·HKV)·D] to queries, keys and values [T, heads, D]."""
-        ops, heads, kv_heads = self.ops, self.shape.heads, self.shape.kv_heads
-        rows = qkv.view(len(qkv), -1, self.shape.head_dim)
-        v = rows[:, heads + kv_heads :]
-        if self.q_norm is None or self.k_norm is None:
-            # Queries and keys lie side by side and turn alike: one call.
-            turned = ops.rope(rows[:, : heads + kv_heads], positions, cos_sin)
-            return turned[:, :heads], turned[:, heads:], v
-        q = ops.rope(self.q_norm(rows[:, :heads]), positions, cos_sin)
-        k = ops.rope(self.k_norm(rows[:, heads : heads + kv_heads]), positions, cos_sin)
-        return q, k, v
+    def _gather(self, norm: RMSNorm) -> AttentionParams:
+        """The parameters as the op takes them; they are loaded before the first step."""
+        shape = self.shape
+        return AttentionParams(
+            norm=norm.weight,
+            eps=norm.eps,
+            qkv=self.qkv.weight,
+            o=self.o.weight,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            window=shape.window,
+            qkv_bias=self.qkv.bias,
+            o_bias=self.o.bias,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            head_eps=shape.norm_eps or 0.0,
+        )

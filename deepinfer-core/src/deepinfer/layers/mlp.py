@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from deepinfer.api.parallel import ParallelContext
-from deepinfer.layers.basic import Linear
+from deepinfer.layers.basic import Linear, RMSNorm
 from deepinfer.ops.table import OpSet
 
 
@@ -17,6 +17,16 @@ class MLP:
         self.tp = parallel.tp
         self.gate_up = Linear(ops)
         self.down = Linear(ops)
+
+    def behind(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (the rows of the norm of x + residual, x + residual)."""
+        if self.gate_up.bias is None and self.down.bias is None:
+            y, residual = self.ops.mlp_block(
+                x, residual, norm.weight, norm.eps, self.gate_up.weight, self.down.weight
+            )
+            return self.tp.all_reduce(y), residual
+        x, residual = norm.add(x, residual)
+        return self(x), residual
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.gate_up.bias is None and self.down.bias is None:

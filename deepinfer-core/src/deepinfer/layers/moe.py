@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.parallel import ParallelContext
-from deepinfer.layers.basic import Linear
+from deepinfer.layers.basic import Linear, RMSNorm
 from deepinfer.ops.table import OpSet
 
 
@@ -35,6 +35,11 @@ class MoE:
         self.bias: Tensor | None = None
         self.gate_up: Any = None
         self.down: Any = None
+
+    def behind(self, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (the rows of the norm of x + residual, x + residual)."""
+        x, residual = norm.add(x, residual)
+        return self(x), residual
 
     def __call__(self, x: Tensor) -> Tensor:
         shape = self.shape

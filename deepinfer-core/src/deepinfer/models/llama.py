@@ -88,13 +88,9 @@ class DecoderLayer:
         kv: tuple[Tensor, Tensor],
         cos_sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            x, residual = self.input_norm(x), x
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x = self.attn(x, batch, kv, cos_sin)
-        x, residual = self.post_norm.add(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.attn.behind(self.input_norm, x, residual, batch, kv, cos_sin)
+        y, residual = self.mlp.behind(self.post_norm, x, residual)
+        return y, residual
 
 
 class LlamaModel:

@@ -32,8 +32,9 @@ def attention_rules(config: LlamaConfig, index: int) -> Iterator[WeightRule]:
     for mine, name in norms:
         yield rule(f"{ours}.{mine}.weight", [(f"{theirs}.{name}.weight", (hidden,))], ("rms_norm",))
     weights = [(f"{name}.weight", (rows, hidden)) for name, rows in parts]
-    yield rule(f"{ours}.attn.qkv.weight", weights, ("linear",), shard=0)
-    yield rule(f"{ours}.attn.o.weight", [(f"{out}.weight", (hidden, q))], ("linear",), shard=1)
+    uses = ("attention_block", "linear")
+    yield rule(f"{ours}.attn.qkv.weight", weights, uses, shard=0)
+    yield rule(f"{ours}.attn.o.weight", [(f"{out}.weight", (hidden, q))], uses, shard=1)
     if config.qkv_bias:
         biases = [(f"{name}.bias", (rows,)) for name, rows in parts]
         yield rule(f"{ours}.attn.qkv.bias", biases, (), shard=0)
@@ -52,7 +53,7 @@ def mlp_rules(config: LlamaConfig, index: int) -> Iterator[WeightRule]:
     pair = [f"{theirs}.gate_proj", f"{theirs}.up_proj"]
     weights = [(f"{name}.weight", (inner, hidden)) for name in pair]
     down = [(f"{theirs}.down_proj.weight", (hidden, inner))]
-    uses = ("linear",) if config.mlp_bias else ("gated_mlp", "linear")
+    uses = ("linear",) if config.mlp_bias else ("mlp_block", "gated_mlp", "linear")
     yield rule(f"{ours}.gate_up.weight", weights, uses, shard=0)
     yield rule(f"{ours}.down.weight", down, uses, shard=1)
     if config.mlp_bias:

@@ -17,9 +17,11 @@ from torch import Tensor
 from deepinfer.api.backend import BackendFacts, Impl, OpContext
 from deepinfer.native import loader
 from deepinfer.native import ops as native
+from deepinfer.native.blocks import Blocks
 from deepinfer.native.weights import PackedWeight, prepare_linear
 from deepinfer.ops import invariant
 from deepinfer.ops.backend import CPUDevice, total_memory
+from deepinfer.ops.table import OpSet
 from deepinfer.ops.table import table as op_table
 
 MAX_HEAD_DIM = 256
@@ -65,6 +67,10 @@ class NativeCPUBackend:
             provided["attention"] = Impl(partial(_attention, num_threads=threads))
         elif ctx.invariant:
             provided["attention"] = Impl(invariant.attention)
+        blocks = Blocks(OpSet(provided, self.name, ctx), threads)
+        provided["mlp_block"] = Impl(blocks.mlp_block)
+        if "plan_attention" in provided:
+            provided["attention_block"] = Impl(blocks.attention_block)
         return provided
 
 

@@ -1,12 +1,13 @@
-/* AVX-512 (F, BW, VL, DQ) kernels. The target is switched here, as in isa_avx2.c. */
+/* AVX-512 (F, BW, VL, DQ, VNNI) kernels. The target is switched here, as in isa_avx2.c. */
 #include "kernels.h"
 #if HAVE_X86
 #include <immintrin.h>
 #if defined(__clang__)
 #pragma clang attribute push( \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), \
+    apply_to = function)
 #else
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
 #endif
 #define ISA 2
 #include "template.h"

@@ -27,8 +27,11 @@ enum {
 
 typedef struct {
     const float *x;
-    const void *w;          /* [panels][K][NR] of type wt, K rounded up to GROUP for int8 */
+    const void *w;          /* [panels][K][NR] of type wt; int8 [panels][K / 4][NR][4], K rounded up */
     const uint16_t *scales; /* int8: fp16 [panels][K / GROUP][NR] */
+    const int8_t *xq;       /* int8: x in groups of GROUP, [M][K rounded up], with scales xs and */
+    const float *xs;        /* fix, -128 times the sum of each group (see dot.h) */
+    const int32_t *fix;
     const void *bias;       /* [N] of bias_dt, or NULL */
     void *out;              /* [M, N] of out_dt */
     int64_t m, n, k, ldx, panels, group, row_block;
@@ -140,6 +143,7 @@ typedef struct {
     int mr_max; /* rows of a tile */
     void (*linear)(const linear_args *, int64_t item);
     void (*to_f32)(const void *src, int dt, float *dst, int64_t n);
+    void (*quant)(const void *src, int dt, int64_t k, int8_t *q, float *scale, int32_t *fix);
     void (*pack)(const pack_args *, int64_t panel);
     void (*embed)(const embed_args *, int64_t row);
     void (*norm)(const norm_args *, int64_t row);

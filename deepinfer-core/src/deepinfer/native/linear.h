@@ -19,11 +19,11 @@ static void linear_item(const linear_args *p, int64_t item) {
     const int64_t kp = p->wt == DT_INT8 ? (p->k + GROUP - 1) / GROUP * GROUP : p->k;
     const size_t esize = p->wt == DT_F32 ? 4 : p->wt == DT_BF16 ? 2 : 1;
     const int64_t size = p->group * kp * NR * (int64_t)esize;
-    const int64_t kc = p->m <= MR_MAX ? p->k : KC;
+    const int64_t k = p->wt == DT_INT8 ? kp : p->k, kc = p->m <= MR_MAX ? k : KC;
     float c[MB * PG * NR] __attribute__((aligned(64)));
 
     const int wide = p->m <= MR_MAX ? panels : 1 << COL_CLASS; /* few rows: one wide pass */
-    for (int64_t k0 = 0; k0 < p->k; k0 += kc)
+    for (int64_t k0 = 0; k0 < k; k0 += kc)
         for (int64_t q = 0; q < panels; q += wide) {
             const int width = panels - q < wide ? (int)(panels - q) : wide;
             const int64_t panel = p0 + q;
@@ -31,18 +31,28 @@ static void linear_item(const linear_args *p, int64_t item) {
             if (p->m <= 4 && p->wt != DT_F32 && size <= AHEAD_ITEM) next = b + size;
             else if (p->m <= MR_MAX) next = b + AHEAD;
             else if (q + wide < panels) next = b + (size_t)(wide * kp * NR) * esize;
-            else if (k0 + kc < p->k)
+            else if (k0 + kc < k)
                 next = b + (size_t)((kc - (panel - p0) * kp) * NR) * esize;
             else next = (const char *)p->w + (size_t)((p0 + p->group) * kp * NR) * esize;
             for (int64_t t = t0; t < t1; t++) {
                 const int64_t a = t * p->m / tiles_m, mr = (t + 1) * p->m / tiles_m - a;
-                const int64_t kn = p->k - k0 < kc ? p->k - k0 : kc;
+                const int64_t kn = k - k0 < kc ? k - k0 : kc;
                 const char *ahead = next + (size_t)((t - t0) * kn / (t1 - t0) * NR) * esize;
+                float *to = c + (a - r0) * PG * NR + q * NR;
+                if (p->wt == DT_INT8) {
+                    const int64_t at = (a * kp + k0) / GROUP;
+                    dot_args da = {
+                        .x = p->xq + a * kp + k0, .ldx = kp, .xs = p->xs + at,
+                        .fix = p->fix + at, .w = (const int8_t *)b,
+                        .ws = p->scales + (panel * kp + k0) / GROUP * NR, .pstride = kp * NR,
+                        .k = kn, .ahead = (const int8_t *)ahead, .c = to, .ldc = PG * NR,
+                        .first = k0 == 0};
+                    dot_panels(da, (int)mr, width);
+                    continue;
+                }
                 tile_args ta = {
                     .a = p->x + a * p->k + k0 * mr, .b = b, .ldb = NR, .pstride = kp * NR,
-                    .scales = p->scales + (panel * kp + k0) / GROUP * NR,
-                    .sstride = kp / GROUP * NR, .k = kn, .ahead = ahead,
-                    .ahead_step = 64 / (t1 - t0), .c = c + (a - r0) * PG * NR + q * NR,
+                    .k = kn, .ahead = ahead, .ahead_step = 64 / (t1 - t0), .c = to,
                     .ldc = PG * NR, .first = k0 == 0};
                 tile_panels(ta, p->wt, (int)mr, width);
             }
@@ -61,6 +71,36 @@ static void linear_item(const linear_args *p, int64_t item) {
 /* Round half to even, |x| < 2^22. */
 INLINE float round_even(float x) {
     return (x + 12582912.0f) - 12582912.0f;
+}
+
+/* A row of x to int8 values, a scale for each group (its largest magnitude / 127) and -128 times
+ * the group's sum. A group that holds NaN or infinity has such a scale and zeros: 0 * inf is NaN. */
+static void quant_row(const void *src, int dt, int64_t k, int8_t *q, float *scale, int32_t *fix) {
+    for (int64_t g = 0; g < k; g += GROUP) {
+        float v[GROUP] = {0};
+        uint32_t bits[GROUP], top = 0;
+        to_f32((const char *)src + (size_t)g * elem_size(dt), dt, v,
+               k - g < GROUP ? k - g : GROUP);
+        memcpy(bits, v, sizeof v);
+        for (int j = 0; j < GROUP; j++) {
+            const uint32_t m = bits[j] & 0x7fffffffu;
+            top = m > top ? m : top;
+        }
+        float s;
+        memcpy(&s, &top, 4);
+        s /= 127.0f;
+        const float by = s > 0.0f && s < INFINITY ? s : INFINITY;
+        int32_t sum = 0;
+        for (int j = 0; j < GROUP; j++) {
+            float r = by < INFINITY ? v[j] / by : 0.0f;
+            r = r > 127.0f ? 127.0f : r < -127.0f ? -127.0f : r;
+            const int32_t n = (int32_t)round_even(r);
+            q[g + j] = (int8_t)n;
+            sum += n;
+        }
+        scale[g / GROUP] = s;
+        fix[g / GROUP] = -128 * sum;
+    }
 }
 
 /* fp32 >= 0 to fp16 bits, at most 65504: to nearest even, but up below 2^-14, where the steps are
@@ -108,7 +148,7 @@ static void pack_panel(const pack_args *p, int64_t panel) {
                 for (int j = 0; j < GROUP; j++) {
                     float q = s > 0.0f ? t[r][j] / s : 0.0f;
                     q = q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q;
-                    dst[j * NR + r] = (int8_t)round_even(q);
+                    dst[j / 4 * 4 * NR + r * 4 + j % 4] = (int8_t)round_even(q);
                 }
             }
         } else {
@@ -137,9 +177,10 @@ static void embed_row(const embed_args *p, int64_t row) {
             for (int j = 0; j < len; j++)
                 t[j] = bf16_to_f32(((const uint16_t *)p->w)[base + (g + j) * NR]);
         else {
+            const int8_t *values = (const int8_t *)p->w + id / NR * kp * NR + id % NR * 4;
             const float s = f16_to_f32(p->scales[(id / NR * kp + g) / GROUP * NR + id % NR]);
             for (int j = 0; j < len; j++)
-                t[j] = (float)((const int8_t *)p->w)[base + (g + j) * NR] * s;
+                t[j] = (float)values[(g + j) / 4 * 4 * NR + j % 4] * s;
         }
         for (int j = 0; j < len; j += VW)
             vstore_n(out, p->out_dt, g + j, len - j, vload(t + j));

@@ -8,8 +8,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "kernels.h"
 
@@ -19,7 +25,7 @@ typedef union {
     void *p;
 } arg;
 
-#define MAX_ARGS 32
+#define MAX_ARGS 48
 
 /* Constant after start-up, but for tests that force a lower instruction set. */
 static const kernel_table *kernels = &deepinfer_base;
@@ -41,7 +47,8 @@ static void detect(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) best_isa = 1;
     if (best_isa && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni"))
         best_isa = 2;
 #endif
     choose(best_isa);
@@ -52,28 +59,93 @@ static void detect(void) {
 typedef struct {
     void (*fn)(void *ctx, int64_t from, int64_t to);
     void *ctx;
-    int64_t n, chunk, next;
+    int64_t n, chunk;
+    int64_t next __attribute__((aligned(64))), done __attribute__((aligned(64)));
+    int32_t over, asleep;
 } job;
 
-static void job_run(void *data) {
-    job *j = data;
-    for (;;) {
-        int64_t from = __atomic_fetch_add(&j->next, j->chunk, __ATOMIC_RELAXED);
-        if (from >= j->n) return;
-        int64_t to = from + j->chunk < j->n ? from + j->chunk : j->n;
-        j->fn(j->ctx, from, to);
+#define MAX_JOBS 12
+
+/* Jobs in order: one begins when the one before is done. A thread takes what is left of a job, then
+ * waits until its items are done, by whomever: one that comes late or never is not waited for. It
+ * spins at first and sleeps then, for whoever holds the last item may have lost its processor. */
+typedef struct {
+    int64_t threads;
+    int n;
+    job jobs[MAX_JOBS];
+} chain;
+
+#define SPINS 3000 /* some 50 us: longer than a step between jobs takes when nobody else runs */
+
+static void finish(job *j, int64_t items) {
+    if (__atomic_add_fetch(&j->done, items, __ATOMIC_ACQ_REL) < j->n) return;
+    __atomic_store_n(&j->over, 1, __ATOMIC_SEQ_CST);
+#ifdef __linux__
+    if (__atomic_load_n(&j->asleep, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, &j->over, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+#endif
+}
+
+static void wait_for(job *j) {
+    for (int i = 0; i < SPINS; i++) {
+        if (__atomic_load_n(&j->over, __ATOMIC_ACQUIRE)) return;
+#if HAVE_X86
+        __builtin_ia32_pause();
+#endif
+    }
+#ifdef __linux__
+    __atomic_store_n(&j->asleep, 1, __ATOMIC_SEQ_CST);
+    while (!__atomic_load_n(&j->over, __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, &j->over, FUTEX_WAIT_PRIVATE, 0, NULL, NULL, 0);
+#else
+    while (!__atomic_load_n(&j->over, __ATOMIC_ACQUIRE)) sched_yield();
+#endif
+}
+
+static void chain_part(void *data) {
+    chain *c = data;
+    for (int i = 0; i < c->n; i++) {
+        job *j = &c->jobs[i];
+        int64_t did = 0, from;
+        while ((from = __atomic_fetch_add(&j->next, j->chunk, __ATOMIC_RELAXED)) < j->n) {
+            const int64_t to = from + j->chunk < j->n ? from + j->chunk : j->n;
+            j->fn(j->ctx, from, to);
+            did += to - from;
+        }
+        if (i + 1 == c->n) return;
+        if (did) finish(j, did);
+        if (j->n > 0) wait_for(j);
     }
 }
 
-/* fn over [0, n) in pieces of `chunk`, taken in turn by at most `threads` threads. */
+/* fn over [0, n) in pieces of `chunk`, after the jobs that c has. */
+static void add_job(chain *c, void (*fn)(void *, int64_t, int64_t), void *ctx, int64_t n,
+                    int64_t chunk) {
+    job *j = &c->jobs[c->n++];
+    j->fn = fn, j->ctx = ctx, j->n = n, j->chunk = chunk < 1 ? 1 : chunk;
+    j->next = j->done = 0, j->over = j->asleep = 0;
+}
+
+/* All jobs, in pieces taken in turn by at most c->threads threads. */
+static void run_chain(chain *c) {
+    int64_t pieces = 1;
+    for (int i = 0; i < c->n; i++) {
+        const int64_t n = (c->jobs[i].n + c->jobs[i].chunk - 1) / c->jobs[i].chunk;
+        if (n > pieces) pieces = n;
+    }
+    if (c->threads < pieces) pieces = c->threads;
+    if (pieces > 1 && gomp_parallel) gomp_parallel(chain_part, c, (unsigned)pieces, 0);
+    else
+        for (int i = 0; i < c->n; i++)
+            if (c->jobs[i].n > 0) c->jobs[i].fn(c->jobs[i].ctx, 0, c->jobs[i].n);
+}
+
 static void parallel(int64_t threads, int64_t n, int64_t chunk,
                      void (*fn)(void *, int64_t, int64_t), void *ctx) {
-    job j = {fn, ctx, n, chunk < 1 ? 1 : chunk, 0};
-    int64_t pieces = (n + j.chunk - 1) / j.chunk;
-    if (threads > pieces) threads = pieces;
-    if (n <= 0) return;
-    if (threads > 1 && gomp_parallel) gomp_parallel(job_run, &j, (unsigned)threads, 0);
-    else fn(ctx, 0, n);
+    chain c;
+    c.threads = threads, c.n = 0;
+    add_job(&c, fn, ctx, n, chunk);
+    run_chain(&c);
 }
 
 /* Work below this many element visits is not worth waking a thread. */
@@ -88,8 +160,11 @@ static int64_t threads_for(int64_t threads, int64_t work) { return work < SMALL 
 
 /* ---- linear ----------------------------------------------------------------------------- */
 
+/* k rounded up to whole groups */
+static int64_t deep(int64_t k) { return (k + GROUP - 1) / GROUP * GROUP; }
+
 typedef struct {
-    const char *x;
+    const void *x;
     float *to;
     int64_t m, k, ld;
     int dt, mr_max;
@@ -108,7 +183,7 @@ static void pack_x(void *ctx, int64_t from, int64_t to) {
         for (int64_t k0 = 0; k0 < p->k; k0 += PACK_K)
             for (int64_t r = 0; r < mr; r++) {
                 const int64_t n = p->k - k0 < PACK_K ? p->k - k0 : PACK_K;
-                const char *src = p->x + (size_t)((a + r) * p->ld + k0) * es;
+                const char *src = (const char *)p->x + (size_t)((a + r) * p->ld + k0) * es;
                 const float *row = (const float *)(const void *)src;
                 if (mr == 1) {
                     kernels->to_f32(src, p->dt, dst + k0, n);
@@ -120,33 +195,72 @@ static void pack_x(void *ctx, int64_t from, int64_t to) {
     }
 }
 
+/* Row r of x as int8, for int8 weights. */
+static void quant_x(void *ctx, int64_t from, int64_t to) {
+    const pack_x_args *p = ctx;
+    const int64_t kp = deep(p->k), groups = kp / GROUP;
+    int8_t *q = (int8_t *)p->to;
+    float *scales = (float *)(void *)(q + p->m * kp);
+    int32_t *fix = (int32_t *)(void *)(scales + p->m * groups);
+    for (int64_t r = from; r < to; r++)
+        kernels->quant((const char *)p->x + (size_t)(r * p->ld) * (p->dt == DT_F32 ? 4 : 2), p->dt,
+                       p->k, q + r * kp, scales + r * groups, fix + r * groups);
+}
+
 OVER(linear_range, linear_args, linear(p, i))
+
+typedef struct {
+    linear_args p;
+    pack_x_args x;
+} linear_plan;
+
+/* Numbers that x is packed into; 0: it is read where it is. */
+static int64_t packed_size(int64_t m, int64_t k, int dt, int wt) {
+    if (wt == DT_INT8) return m * (deep(k) / 4 + 2 * deep(k) / GROUP);
+    return m > 1 || dt != DT_F32 ? m * k : 0;
+}
+
+/* The jobs of a product whose p has m, n, k, the weight, the bias and the output. */
+static void add_linear(chain *c, linear_plan *l, const void *x, int dt, int64_t ldx,
+                       float *packed) {
+    linear_args *p = &l->p;
+    const int64_t m = p->m, tiles = kernels->mr_max, tiles_m = (m + tiles - 1) / tiles;
+    p->x = x;
+    if (p->wt == DT_INT8) {
+        const int64_t kp = deep(p->k);
+        l->x = (pack_x_args){x, packed, m, p->k, ldx, dt, 1};
+        p->xq = (const int8_t *)packed;
+        p->xs = packed + m * kp / 4;
+        p->fix = (const int32_t *)(const void *)(p->xs + m * kp / GROUP);
+        add_job(c, quant_x, &l->x, m, 1 + 8192 / (kp + 1));
+    } else if (packed_size(m, p->k, dt, p->wt)) {
+        l->x = (pack_x_args){x, packed, m, p->k, ldx, dt, (int)tiles};
+        add_job(c, pack_x, &l->x, tiles_m, threads_for(2, m * p->k / 4) > 1 ? 1 : tiles_m);
+        p->x = packed;
+    }
+    p->panels = (p->n + NR - 1) / NR;
+    p->row_block = MB / tiles;
+    p->group = m <= tiles ? 2 : PG;
+    if (m <= tiles && p->panels >= 4 * c->threads * PG) p->group = PG;
+    const int64_t blocks = (tiles_m + p->row_block - 1) / p->row_block;
+    const int64_t items = (p->panels + p->group - 1) / p->group * blocks;
+    /* a thread takes neighbouring items: what it fetches ahead is its own next item */
+    add_job(c, linear_range, p, items, items / (16 * c->threads));
+}
 
 /* x, x_dt, ldx, m, n, k, w, w_dt, scales, bias, bias_dt, out, out_dt, threads */
 static const char *op_linear(const arg *a) {
-    const int64_t m = a[3].i, k = a[5].i, threads = a[13].i, tiles = kernels->mr_max;
-    linear_args p = {.x = a[0].p, .w = a[6].p, .scales = a[8].p, .bias = a[9].p, .out = a[11].p,
-                     .m = m, .n = a[4].i, .k = k, .ldx = a[2].i,
-                     .panels = (a[4].i + NR - 1) / NR, .wt = (int)a[7].i,
-                     .bias_dt = (int)a[10].i, .out_dt = (int)a[12].i};
-    if (m == 0 || p.n == 0) return NULL;
-    const int64_t tiles_m = (m + tiles - 1) / tiles;
-    float small[4096], *packed = NULL;
-    if (m > 1 || a[1].i != DT_F32) {
-        packed = m * k <= 4096 ? small : malloc((size_t)(m * k) * sizeof(float));
-        if (!packed) return "out of memory";
-        pack_x_args x = {a[0].p, packed, m, k, a[2].i, (int)a[1].i, (int)tiles};
-        parallel(threads_for(threads, m * k / 4), tiles_m, 1, pack_x, &x);
-        p.x = packed;
-    }
-    p.row_block = MB / tiles;
-    p.group = m <= tiles ? 2 : PG;
-    if (m <= tiles && p.panels >= 4 * threads * PG) p.group = PG;
-    const int64_t blocks = (tiles_m + p.row_block - 1) / p.row_block;
-    const int64_t items = (p.panels + p.group - 1) / p.group * blocks;
-    /* a thread takes neighbouring items: what it fetches ahead is its own next item */
-    const int64_t run = items / (16 * threads);
-    parallel(threads_for(threads, m * k * p.n / 4), items, run, linear_range, &p);
+    const int64_t m = a[3].i, n = a[4].i, k = a[5].i, size = packed_size(m, k, (int)a[1].i, (int)a[7].i);
+    linear_plan l = {.p = {.w = a[6].p, .scales = a[8].p, .bias = a[9].p, .out = a[11].p,
+                           .m = m, .n = n, .k = k, .wt = (int)a[7].i, .bias_dt = (int)a[10].i,
+                           .out_dt = (int)a[12].i}};
+    if (m == 0 || n == 0) return NULL;
+    float small[4096], *packed = size <= 4096 ? small : malloc((size_t)size * sizeof(float));
+    if (!packed) return "out of memory";
+    chain c;
+    c.threads = threads_for(a[13].i, m * k * n / 4), c.n = 0;
+    add_linear(&c, &l, a[0].p, (int)a[1].i, a[2].i, packed);
+    run_chain(&c);
     if (packed != small) free(packed);
     return NULL;
 }
@@ -274,6 +388,53 @@ static int64_t attn_plan(const attn_args *p, int merge, attn_item *out) {
     return n;
 }
 
+/* Checks the step, adds its jobs and zeroes what no request owns; attn_free afterwards. */
+static const char *add_attention(chain *c, attn_args *p, int64_t tokens) {
+    int64_t last = 0, longest = 0;
+    for (int64_t b = 0; b < p->batch; b++) {
+        const int64_t len =
+            p->len64 ? ((const int64_t *)p->kv_len)[b] : ((const int32_t *)p->kv_len)[b];
+        if (p->cu_q[b] != last || p->cu_q[b + 1] < last || p->cu_q[b + 1] > tokens)
+            return "cu_q must start at 0, not decrease and stay within q";
+        last = p->cu_q[b + 1];
+        if (len > p->max_pages * p->page) return "kv_lengths exceed the block table";
+        if (len > longest) longest = len;
+    }
+    const size_t es = p->dt == DT_F32 ? 4 : 2;
+    memset((char *)p->out + (size_t)(last * p->hq * p->d) * es, 0,
+           (size_t)((tokens - last) * p->hq * p->d) * es);
+    for (int64_t i = last * p->hq; p->lse && i < tokens * p->hq; i++) p->lse[i] = -(float)INFINITY;
+    int merge = 1;
+    p->n_items = attn_plan(p, merge, NULL);
+    if (p->n_items < 4 * c->threads) p->n_items = attn_plan(p, merge = 0, NULL);
+    if (!p->n_items) return NULL;
+    attn_item *items = malloc((size_t)p->n_items * sizeof *items);
+    if (!items) return "out of memory";
+    attn_plan(p, merge, items);
+    p->items = items;
+    p->spans = (longest + SPAN - 1) / SPAN;
+    for (int64_t i = 0; i < p->n_items; i++) {
+        int64_t need = 2 * ROWS + items[i].kv_heads * items[i].rows * items[i].heads *
+                                      ((p->d + NR - 1) / NR * NR);
+        if (need > p->part) p->part = need;
+    }
+    if (c->threads > 1 && p->n_items < 4 * c->threads && p->spans > 1)
+        p->parts = malloc((size_t)(p->n_items * p->spans * p->part) * sizeof(float));
+    if (p->parts) {
+        add_job(c, part_range, p, p->n_items * p->spans, 1);
+        add_job(c, merge_range, p, p->n_items, p->n_items);
+    } else {
+        const int64_t work = last * p->hq * longest * p->d;
+        add_job(c, attention_range, p, p->n_items, threads_for(2, work) > 1 ? 1 : p->n_items);
+    }
+    return NULL;
+}
+
+static void attn_free(attn_args *p) {
+    free(p->parts);
+    free((void *)p->items);
+}
+
 /* q, k_cache, v_cache, table, kv_len, len64, cu_q, sink, out, lse, dt, cache_dt, tokens, batch,
  * hq, hkv, d, page, max_pages, stride_q, window, pages, scale, softcap, threads */
 static const char *op_attention(const arg *a) {
@@ -283,47 +444,15 @@ static const char *op_attention(const arg *a) {
                    .batch = a[13].i, .hq = a[14].i, .hkv = a[15].i, .d = a[16].i,
                    .page = a[17].i, .max_pages = a[18].i, .stride_q = a[19].i,
                    .window = a[20].i, .pages = a[21].i, .scale = a[22].d, .softcap = a[23].d};
-    const int64_t threads = a[24].i;
-    int64_t last = 0, longest = 0;
-    for (int64_t b = 0; b < p.batch; b++) {
-        const int64_t len = p.len64 ? ((const int64_t *)p.kv_len)[b] : ((const int32_t *)p.kv_len)[b];
-        if (p.cu_q[b] != last || p.cu_q[b + 1] < last || p.cu_q[b + 1] > a[12].i)
-            return "cu_q must start at 0, not decrease and stay within q";
-        last = p.cu_q[b + 1];
-        if (len > p.max_pages * p.page) return "kv_lengths exceed the block table";
-        if (len > longest) longest = len;
-    }
-    const size_t es = p.dt == DT_F32 ? 4 : 2;
-    memset((char *)p.out + (size_t)(last * p.hq * p.d) * es, 0,
-           (size_t)((a[12].i - last) * p.hq * p.d) * es);
-    for (int64_t i = last * p.hq; i < a[12].i * p.hq; i++) p.lse[i] = -(float)INFINITY;
-    int merge = 1;
-    p.n_items = attn_plan(&p, merge, NULL);
-    if (p.n_items < 4 * threads) p.n_items = attn_plan(&p, merge = 0, NULL);
-    if (!p.n_items) return NULL;
-    attn_item *items = malloc((size_t)p.n_items * sizeof *items);
-    if (!items) return "out of memory";
-    attn_plan(&p, merge, items);
-    p.items = items;
-    p.spans = (longest + SPAN - 1) / SPAN;
-    for (int64_t i = 0; i < p.n_items; i++) {
-        int64_t need = 2 * ROWS + items[i].kv_heads * items[i].rows * items[i].heads *
-                                      ((p.d + NR - 1) / NR * NR);
-        if (need > p.part) p.part = need;
-    }
-    const int64_t work = last * p.hq * longest * p.d;
-    if (threads > 1 && p.n_items < 4 * threads && p.spans > 1)
-        p.parts = malloc((size_t)(p.n_items * p.spans * p.part) * sizeof(float));
-    if (p.parts) {
-        parallel(threads, p.n_items * p.spans, 1, part_range, &p);
-        parallel(1, p.n_items, 1, merge_range, &p);
-    } else {
-        parallel(threads_for(threads, work), p.n_items, 1, attention_range, &p);
-    }
-    free(p.parts);
-    free(items);
-    return NULL;
+    chain c;
+    c.threads = a[24].i, c.n = 0;
+    const char *error = add_attention(&c, &p, a[12].i);
+    if (!error && c.n) run_chain(&c);
+    attn_free(&p);
+    return error;
 }
+
+#include "blocks.h"
 
 /* ---- sampling --------------------------------------------------------------------------- */
 
@@ -441,6 +570,8 @@ METHOD(rope, 13)
 METHOD(silu, 9)
 METHOD(kv_write, 13)
 METHOD(attention, 25)
+METHOD(attention_block, 48)
+METHOD(mlp_block, 20)
 METHOD(gumbel, 11)
 METHOD(logprobs, 11)
 METHOD(filter, 10)
@@ -461,6 +592,7 @@ static PyMethodDef methods[] = {
     ENTRY(linear),   ENTRY(pack),      ENTRY(embedding), ENTRY(norm),     ENTRY(rope),
     ENTRY(silu),     ENTRY(kv_write),  ENTRY(attention), ENTRY(gumbel),   ENTRY(logprobs),
     ENTRY(filter),   ENTRY(exp),       ENTRY(set_threads),
+    ENTRY(attention_block), ENTRY(mlp_block),
     {"set_isa", py_set_isa, METH_O, NULL},
     {NULL, NULL, 0, NULL}};
 

@@ -88,7 +88,12 @@ def linear(
     """``x · wᵀ + bias``. x [T, K] (row stride; or [..., K] contiguous), bias [N] -> [T, N].
 
     The chain of an element is acc = fma(x[k], w[k], acc) for k = 0 … K−1 from 0, then + bias, then
-    the rounding to ``out_dtype`` (None: that of x). int8: w[k] is the exact q·scale.
+    the rounding to ``out_dtype`` (None: that of x).
+
+    int8: every 32 values of a row of x are rounded as ``ops.quant.round_rows`` says, to integers
+    and a scale xs. The chain is acc = fma(s, xs·ws, acc) over such groups, ascending: s the exact
+    sum of their 32 products of integers, ws the weight's scale. A group of x with a NaN or an
+    infinity makes the row NaN.
     """
     dtype = x.dtype
     code = _code(x, "x")

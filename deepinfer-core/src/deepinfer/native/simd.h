@@ -63,9 +63,6 @@ INLINE vu vload_u16(const uint16_t *p) {
 INLINE void vstore_u16(uint16_t *p, vu v) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)v));
 }
-INLINE vf vload_i8(const int8_t *p) {
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
 INLINE vf vfrom_i32(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
 #elif ISA == 1
 INLINE vf vset(float x) { return (vf)_mm256_set1_ps(x); }
@@ -94,9 +91,6 @@ INLINE void vstore_u16(uint16_t *p, vu v) {
     __m256i w = _mm256_packus_epi32((__m256i)v, (__m256i)v);
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(w, 0x08)));
 }
-INLINE vf vload_i8(const int8_t *p) {
-    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-}
 INLINE vf vfrom_i32(vi v) { return (vf)_mm256_cvtepi32_ps((__m256i)v); }
 #else
 INLINE vf vset(float x) { return (vf){x, x, x, x}; }
@@ -124,9 +118,6 @@ INLINE vf vsel_ord(vf x, vf y) { return vblend((vi)(x == x), x, y); }
 INLINE vu vload_u16(const uint16_t *p) { return (vu){p[0], p[1], p[2], p[3]}; }
 INLINE void vstore_u16(uint16_t *p, vu v) {
     for (int i = 0; i < VW; i++) p[i] = (uint16_t)v[i];
-}
-INLINE vf vload_i8(const int8_t *p) {
-    return (vf){(float)p[0], (float)p[1], (float)p[2], (float)p[3]};
 }
 INLINE vf vfrom_i32(vi v) { return (vf){(float)v[0], (float)v[1], (float)v[2], (float)v[3]}; }
 #endif

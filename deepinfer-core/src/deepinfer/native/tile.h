@@ -1,4 +1,4 @@
-/* The one inner loop of all matrix products: C[mr, cols] (+)= A[mr, k] * B[k, cols].
+/* The one inner loop of all matrix products but those with int8 weights: C[mr, cols] (+)= A[mr, k] * B[k, cols].
  *
  * Every element of C is one chain acc = fma(a[k], b[k], acc) over ascending k, whatever mr and
  * cols are and whichever instruction set runs; stopping after some k, storing C as fp32 and going
@@ -9,8 +9,6 @@ typedef struct {
     int64_t lda;
     const void *b;    /* row k of panel p at b + p * pstride + k * ldb, in elements */
     int64_t ldb, pstride;
-    const uint16_t *scales; /* int8 only: [k / GROUP][NR] per panel, sstride apart */
-    int64_t sstride;
     int64_t k;
     const void *ahead; /* what is read next, laid out as b: fetched into the cache meanwhile, */
     int64_t ahead_step; /* this many bytes per k (fp32), so that several tiles share the work */
@@ -23,7 +21,7 @@ typedef struct {
 
 typedef void (*tile_fn)(const tile_args *);
 
-enum { T_F32 = DT_F32, T_BF16 = DT_BF16, T_INT8 = DT_INT8, T_STRIDED = 3, TILE_TYPES = 4 };
+enum { T_F32 = DT_F32, T_BF16 = DT_BF16, T_STRIDED = 2, TILE_TYPES = 3 };
 
 /* Column classes 0, 1, 2 are 16, 32, 64 wide; MR_CLASS bounds the rows by the registers.
  * COL_CLASS is the class for many rows. */
@@ -41,11 +39,9 @@ static const int MR_CLASS[3] = {6, 3, 1};
 static const int MR_CLASS[3] = {2, 1, 1};
 #endif
 
-#define PV (NR / VW)
-
 INLINE void tile_run(const tile_args *t, const int type, const int cls, const int mr) {
     const int nv = PV << cls;
-    const int esize = type == T_BF16 ? 2 : type == T_INT8 ? 1 : 4;
+    const int esize = type == T_BF16 ? 2 : 4;
     const int64_t k = t->k, lda = t->lda, ahead_step = t->ahead_step;
     const int64_t ldb = (type == T_F32 || type == T_STRIDED ? t->ldb : NR) * esize;
     const int64_t pstride = t->pstride * esize;
@@ -59,7 +55,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
         for (int v = 0; v < nv; v++)
             acc[i][v] = t->first ? vset(0.0f) : vload(t->c + i * t->ldc + v * VW);
 
-    const int narrow = type == T_INT8 || type == T_BF16;
+    const int narrow = type == T_BF16;
     const int64_t step = narrow ? GROUP : k;
     for (int64_t k0 = 0; k0 < k; k0 += step) {
         if (narrow && mr > 4)
@@ -68,12 +64,6 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
 #pragma GCC unroll 16
                 for (int i = 0; i < GROUP * NR * esize; i += 64)
                     __builtin_prefetch(ahead + v * pstride + i);
-        vf scale[4 * PV];
-        if (type == T_INT8)
-#pragma GCC unroll 16
-            for (int v = 0; v < nv; v++)
-                scale[v] = vload_scale(t->scales + (v / PV) * t->sstride + k0 / GROUP * NR +
-                                       (v % PV) * VW);
         const int64_t end = k - k0 < step ? k : k0 + step;
 #pragma GCC unroll 4
         for (int64_t j = k0; j < end; j++) {
@@ -82,7 +72,6 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
             for (int v = 0; v < nv; v++) {
                 const char *p = b + (v / PV) * pstride + (v % PV) * VW * esize;
                 if (type == T_BF16) bv[v] = vload_bf16((const uint16_t *)p);
-                else if (type == T_INT8) bv[v] = vload_i8((const int8_t *)p) * scale[v];
                 else bv[v] = vload((const float *)p);
             }
             b += ldb;
@@ -140,24 +129,22 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
 
 TILES(TILE, T_F32)
 TILES(TILE, T_BF16)
-TILES(TILE, T_INT8)
 TILES(TILE, T_STRIDED)
 
 #define ENTRY(type, cls, mr) NAME(type, cls, mr),
 static const tile_fn tiles[TILE_TYPES][3][MR_MAX + 1] = {
-    LIST(ENTRY, T_F32), LIST(ENTRY, T_BF16), LIST(ENTRY, T_INT8), LIST(ENTRY, T_STRIDED)};
+    LIST(ENTRY, T_F32), LIST(ENTRY, T_BF16), LIST(ENTRY, T_STRIDED)};
 
 /* mr rows times `panels` panels of B, in the widest tiles the registers allow. */
 INLINE void tile_panels(tile_args t, int type, int mr, int panels) {
-    const size_t esize = type == T_BF16 ? 2 : type == T_INT8 ? 1 : 4;
-    const int four = mr <= MR_CLASS[2] && !(ISA == 1 && type == T_INT8); /* scales need registers */
+    const size_t esize = type == T_BF16 ? 2 : 4;
+    const int four = mr <= MR_CLASS[2];
     while (panels > 0) {
         int cls = panels >= 4 && four ? 2 : panels >= 2 && mr <= MR_CLASS[1] ? 1 : 0;
         tiles[type][cls][mr](&t);
         panels -= 1 << cls;
         t.b = (const char *)t.b + ((size_t)t.pstride << cls) * esize;
         t.ahead = (const char *)t.ahead + ((size_t)t.pstride << cls) * esize;
-        t.scales += t.sstride << cls;
         t.c += NR << cls;
     }
 }

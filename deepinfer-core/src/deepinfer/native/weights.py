@@ -5,9 +5,9 @@ zeros. One step of the product then reads 16 (or 32, 64) outputs' weights from o
 panel, and every byte of the buffer is read once and in order.
 
 int8: symmetric, one fp16 scale for 32 values along K (the layout of values that GGUF calls Q8_0, so
-such a file loads without loss). A group scale is about as accurate as eight bits get, costs 1/16 of
-the bytes, and, having 11 significant bits, makes q·scale exact in float32: the kernels' arithmetic
-equals a float32 product with ``dequantize(q, scale)`` bit for bit.
+such a file loads without loss). A group scale is about as accurate as eight bits get and costs 1/16
+of the bytes. A panel is stored [K/4][16][4]: four neighbours along K are one step of an integer dot
+product, for which the rows of x are rounded to int8 in the same groups (``ops.linear``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [n, k] in panels: ``data`` [⌈n/16⌉, k', 16], k' = k (int8: rounded up to 32).
+    """A weight [n, k] in panels: ``data`` [⌈n/16⌉, k', 16], k' = k (int8: rounded up to 32, stored
+    as [⌈n/16⌉, k'/4, 16, 4]).
 
     dtype is float32, bfloat16 or int8; ``scales`` float16 [⌈n/16⌉, k'/32, 16] for int8, else None.
     """
@@ -103,6 +104,7 @@ def unpack(w: PackedWeight) -> Tensor:
     """The weight [n, k] as float32; for int8 the dequantised values. Slow; for tests."""
     data = w.data.float()
     if w.scales is not None:
+        data = data.view(len(data), -1, PANEL, 4).transpose(2, 3).reshape(data.shape)
         data = data * w.scales.float().repeat_interleave(GROUP, dim=1)
     return data.transpose(1, 2).reshape(-1, data.shape[1])[: w.n, : w.k].contiguous()
 

@@ -1,13 +1,16 @@
 """int8 weights in plain torch: the native kernels' quantised values, dequantised at each use.
 
 Every 32 values along K share one scale, ``max |w| / 127`` as fp16 (rounded up where that is
-subnormal); a value is w / scale, rounded half to even, within ±127. Arithmetic is float32 on
-``q · scale``. A router's weight, which decides who computes, stays as it is.
+subnormal); a value is w / scale, rounded half to even, within ±127. The rows that meet such a
+weight are rounded alike (:func:`round_rows`), so that kernels may multiply integers. Arithmetic is
+float32 on ``q · scale`` of both; the native kernels sum a group's products exactly and differ by
+float32 rounding only. A router's weight, which decides who computes, stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,12 +65,52 @@ def quantized_ops(base: Mapping[str, Impl]) -> dict[str, Impl]:
 
     A table that ``embedding`` alone reads stays as it is.
     """
-    references: dict[str, Callable[..., Any]] = {
-        "linear": dense.linear,
-        "grouped_linear": moe.grouped_linear,
+    linear = base["linear"].fn if "linear" in base else dense.linear
+    grouped = base["grouped_linear"].fn if "grouped_linear" in base else moe.grouped_linear
+    readers: dict[str, Callable[..., Any]] = {
+        "linear": partial(_linear, linear),
+        "grouped_linear": partial(_grouped_linear, grouped),
     }
-    readers = {n: base[n].fn if n in base else fn for n, fn in references.items()}
     return {**base, **{name: Impl(fn, _prepare) for name, fn in readers.items()}}
+
+
+def round_rows(x: Tensor) -> Tensor:
+    """x [..., K] in int8 steps, float32: every 32 values share the step ``max |x| / 127``.
+
+    A value is x / step, rounded half to even, within ±127. 32 values with a NaN or an infinity
+    among them become NaN.
+    """
+    columns = x.shape[-1]
+    padded = F.pad(x.float(), (0, -columns % GROUP))
+    groups = padded.view(*x.shape[:-1], padded.shape[-1] // GROUP, GROUP)
+    step = groups.abs().amax(-1, keepdim=True) / 127
+    good = (step > 0) & step.isfinite()
+    values = torch.where(good, groups / torch.where(good, step, 1.0), 0.0)
+    return (values.clamp(-127, 127).round() * step).flatten(-2)[..., :columns]
+
+
+def _linear(
+    fn: Callable[..., Any],
+    x: Tensor,
+    w: Any,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if isinstance(w, Int8Weight):
+        return fn(round_rows(x), w, bias, out_dtype or x.dtype)
+    return fn(x, w, bias, out_dtype)
+
+
+def _grouped_linear(
+    fn: Callable[..., Any],
+    x: Tensor,
+    w: Any,
+    offsets: Tensor,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if isinstance(w, Int8Weight):
+        return fn(round_rows(x), w, offsets, out_dtype or x.dtype)
+    return fn(x, w, offsets, out_dtype)
 
 
 def _prepare(weight: Tensor, uses: frozenset[str]) -> Any:

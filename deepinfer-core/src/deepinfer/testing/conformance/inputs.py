@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer.api.model import DeviceBatch
+from deepinfer.ops.reference.blocks import AttentionParams
 from deepinfer.sampling.philox import gumbel
 from deepinfer.testing.conformance.kit import PAGE_SIZE, Run
 from deepinfer.testing.conformance.pages import Paged
@@ -306,6 +308,73 @@ def _kv_write_strided(run: Run) -> Any:
     caches = [run.place(run.draw.normal(3, PAGE_SIZE, 2, 8)) for _ in range(2)]
     run.ops.kv_write(k, v, *caches, run.put(torch.tensor([3, 40, 7, -1, 16])))
     return caches
+
+
+# --- half a layer ------------------------------------------------------------------------------
+
+
+@by_rows("mlp_block")
+def _mlp_block(run: Run, rows: int) -> Any:
+    uses = ("mlp_block", "gated_mlp", "linear")
+    gate_up = run.weight(run.draw.normal(2 * 40, 48, scale=0.2), *uses)
+    down = run.weight(run.draw.normal(48, 40, scale=0.2), *uses)
+    norm = run.weight(run.draw.normal(48), "rms_norm")
+    x, residual = run.put(run.draw.normal(rows, 48)), run.put(run.draw.normal(rows, 48))
+    return run.ops.mlp_block(x, residual, norm, 1e-5, gate_up, down)
+
+
+@case("attention_block", "decode", given={"requests": DECODE})
+@case("attention_block", "chunks_decodes_and_idle_rows", given={"requests": CHUNKS})
+@case("attention_block", "first_layer", given={"requests": CHUNKS, "first": True})
+@case("attention_block", "biases", given={"requests": CHUNKS, "biased": True})
+@case("attention_block", "head_norms", given={"requests": CHUNKS, "head_norms": True})
+@case("attention_block", "window", given={"requests": CHUNKS, "window": 6}, optional="window")
+@case("attention_block", "no_rows", given={"requests": []})
+def _attention_block(run: Run, requests: list[tuple[int, int]], **how: Any) -> Any:
+    """The step's keys and values are written by the block; its caches are among the results."""
+    paged = Paged(run, requests)
+    caches = run.place(paged.k_cache), run.place(paged.v_cache)
+    slots = [paged.slots(i, kv - rows, kv) for i, (rows, kv) in enumerate(requests)]
+    positions = [torch.arange(kv - rows, kv) for rows, kv in requests]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    plan = run.ops.plan_attention(
+        run.put(paged.block_table), run.put(paged.lengths), run.put(paged.cu_q), PAGE_SIZE
+    )
+    batch = DeviceBatch(
+        ids=run.put(nothing),
+        positions=run.put(torch.cat([nothing, *positions])),
+        row_of_token=run.put(nothing),
+        kv_slots=run.put(torch.cat([nothing, *slots])),
+        attn=plan,
+        logit_rows=run.put(nothing),
+    )
+    rows = len(batch.positions)
+    x = run.put(run.draw.normal(rows, 48))
+    residual = None if how.get("first") else run.put(run.draw.normal(rows, 48))
+    params = _attention_params(run, how)
+    y, total = run.ops.attention_block(x, residual, params, batch, caches, run.put(angles(80, 16)))
+    return y, total, *caches
+
+
+def _attention_params(run: Run, how: dict[str, Any]) -> AttentionParams:
+    """Four query heads and two cached heads of 16."""
+    uses, draw = ("attention_block", "linear"), run.draw
+    biased, head_norms = how.get("biased"), how.get("head_norms")
+    return AttentionParams(
+        norm=run.weight(draw.normal(48), "rms_norm"),
+        eps=1e-5,
+        qkv=run.weight(draw.normal(8 * 16, 48, scale=0.2), *uses),
+        o=run.weight(draw.normal(48, 4 * 16, scale=0.2), *uses),
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        window=how.get("window"),
+        qkv_bias=run.put(draw.normal(8 * 16)) if biased else None,
+        o_bias=run.put(draw.normal(48)) if biased else None,
+        q_norm=run.weight(draw.normal(16), "rms_norm") if head_norms else None,
+        k_norm=run.weight(draw.normal(16), "rms_norm") if head_norms else None,
+        head_eps=1e-6,
+    )
 
 
 # --- rows of a plan ----------------------------------------------------------------------------

@@ -57,6 +57,14 @@ def _gated_mlp(run: Run, rows: Rows) -> Any:
     return run.ops.gated_mlp(rows[0], gate_up, down)
 
 
+def _mlp_block(run: Run, rows: Rows) -> Any:
+    uses = ("mlp_block", "gated_mlp", "linear")
+    gate_up = run.weight(run.draw.normal(2 * 40, 96, scale=0.2), *uses)
+    down = run.weight(run.draw.normal(96, 40, scale=0.2), *uses)
+    norm = run.weight(run.draw.normal(96), "rms_norm")
+    return run.ops.mlp_block(*rows, norm, 1e-5, gate_up, down)
+
+
 def _grouped_linear(run: Run, rows: Rows) -> Any:
     """Rows of any order: sorted by expert here, and back."""
     x, expert = rows
@@ -129,6 +137,7 @@ BY_ROW = [
     ByRow("add_rms_norm", lambda d, n: (d.normal(n, 96), d.normal(n, 96)), _add_rms_norm),
     ByRow("silu_mul", lambda d, n: (d.normal(n, 66),), _by_name("silu_mul")),
     ByRow("gated_mlp", lambda d, n: (d.normal(n, 96),), _gated_mlp),
+    ByRow("mlp_block", lambda d, n: (d.normal(n, 96), d.normal(n, 96)), _mlp_block),
     ByRow("rope", lambda d, n: (d.normal(n, 3, 16), d.ids(40, n)), _rope),
     ByRow("grouped_linear", lambda d, n: (d.normal(n, 96), d.ids(5, n)), _grouped_linear),
     ByRow(
