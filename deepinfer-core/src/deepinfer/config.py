@@ -44,7 +44,8 @@ class EngineConfig(BaseModel):
         dtype: activations and KV; ``auto`` is float32 on a CPU, else the checkpoint's.
         backend: a backend plugin's name; None takes the usable one of highest priority.
         device: ``cpu``, ``cuda`` or ``npu``: only backends of that device type are candidates.
-        quantization: None or ``int8`` (weights only).
+        quantization: None, or ``int8``: weights of layers and head as int8 with a scale for each 32
+            values; rows are rounded alike where they meet one (as llama.cpp does with Q8_0).
         max_model_len: longest text in tokens; None takes the model's own.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens of one step; longer prefills run in chunks. None takes

@@ -34,7 +34,7 @@ class OpContext:
     """What a backend may know when it chooses implementations. Nothing of it changes later.
 
     ``dtype`` is the type of weights and KV, ``activation_dtype`` of the rows between ops (None:
-    ``dtype``); ``quantization`` None or "int8" (weights only);
+    ``dtype``); ``quantization`` None or "int8" (linear weights; KV and all else stay ``dtype``);
     ``invariant``: return only implementations whose row i depends neither on other rows nor on i.
     """
 
