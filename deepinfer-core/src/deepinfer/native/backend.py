@@ -7,6 +7,7 @@ stand beside them. ``deepinfer.native.ops`` holds the contracts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,9 +21,8 @@ from deepinfer.native import ops as native
 from deepinfer.native.blocks import Blocks
 from deepinfer.native.weights import PackedWeight, prepare_linear
 from deepinfer.ops import invariant
-from deepinfer.ops.backend import CPUDevice, total_memory
+from deepinfer.ops.backend import CPUDevice, cpu_facts
 from deepinfer.ops.table import OpSet
-from deepinfer.ops.table import table as op_table
 
 MAX_HEAD_DIM = 256
 
@@ -43,16 +43,7 @@ class NativeCPUBackend:
     comm = "gloo"
 
     def facts(self) -> BackendFacts:
-        return BackendFacts(
-            dtypes=frozenset({"float32", "bfloat16"}),
-            memory_bytes=total_memory(),
-            page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
-            quantizations=frozenset({"int8"}),
-            step_tokens=512,
-            activations="float32",
-            invariant=frozenset(op_table()),
-            notes={"kernels": loader.describe()},
-        )
+        return replace(cpu_facts(), notes={"kernels": loader.describe()})
 
     def open(self, local_rank: int) -> CPUDevice:
         return CPUDevice()

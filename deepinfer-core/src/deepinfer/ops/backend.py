@@ -60,6 +60,19 @@ def _check_invariant(name: str, facts: BackendFacts) -> None:
         )
 
 
+def cpu_facts() -> BackendFacts:
+    """What both of core's CPU backends can do; every op has an invariant implementation."""
+    return BackendFacts(
+        dtypes=frozenset({"float32", "bfloat16"}),
+        memory_bytes=total_memory(),
+        page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
+        quantizations=frozenset({"int8"}),
+        step_tokens=512,
+        activations="float32",
+        invariant=frozenset(table()),
+    )
+
+
 class ReferenceBackend:
     """Plain torch on a CPU."""
 
@@ -68,15 +81,7 @@ class ReferenceBackend:
     comm = "gloo"
 
     def facts(self) -> BackendFacts:
-        return BackendFacts(
-            dtypes=frozenset({"float32", "bfloat16"}),
-            memory_bytes=total_memory(),
-            page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
-            quantizations=frozenset({"int8"}),
-            step_tokens=512,
-            activations="float32",
-            invariant=frozenset(table()),
-        )
+        return cpu_facts()
 
     def open(self, local_rank: int) -> CPUDevice:
         return CPUDevice()
