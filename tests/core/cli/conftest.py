@@ -1,5 +1,6 @@
 """The command line as people call it, on a tiny checkpoint."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -25,9 +26,8 @@ def shell(tiny_model, capsys, monkeypatch):
     """``shell("generate", "Hi")`` -> code, out, err; engine commands get the tiny model."""
 
     def call(*argv, model=True, stdin=""):
-        import io
-
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        typed = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
         extra = ["-m", str(tiny_model), "--threads", "1"] if model else []
         code = run([*argv, *extra])
         out, err = capsys.readouterr()

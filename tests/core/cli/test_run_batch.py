@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
+
 
 def ask(custom_id, url, **body):
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "m", **body}}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
 GOOD = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -66,3 +68,68 @@ def test_one_bad_line_does_not_lose_the_others(shell, tmp_path):
 def test_only_a_bad_line(shell, tmp_path):
     done, (line,) = batch(shell, tmp_path, ask("x", "/v1/completions", prompt=[9999]))
     assert done.code == 1 and "id 9999" in line["error"]["message"]
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SAYS = {CHAT: {"messages": USER}, TEXT: {"prompt": "Hi"}}
+
+
+@pytest.mark.parametrize("url", SAYS)
+def test_no_field_is_passed_over(shell, tmp_path, url):
+    """Each is honoured or its line is refused, and the refusal names it."""
+    refused = {
+        "model": "gpt-4",
+        "stream": True,
+        "store": True,
+        "service_tier": "flex",
+        "echo": True,
+        "logprobs": 2 if url == CHAT else True,
+        "top_logprobs": 2,
+        "max_completion_tokens": 3,  # beside max_tokens=4
+        "so_args": {"schema_type": "json_object"},  # beside the format below
+        "prompt" if url == CHAT else "messages": "Hi",
+        **({} if url == CHAT else {"tools": [{}], "chat_template": "x"}),
+    }
+    form = {"so_args": {"response_format": {"type": "text"}}}
+    lines = [
+        ask(name, url, **SAYS[url], **GOOD, **form.get(name, {}), **{name: value})
+        for name, value in refused.items()
+    ]
+    beside = {**ask("beside", url, **SAYS[url]), "priority": 1}
+    done, written = batch(shell, tmp_path, *lines, beside)
+    assert done.code == 1
+    for line in written:
+        name = "priority" if line["custom_id"] == "beside" else line["custom_id"]
+        assert line["response"]["status_code"] == 400
+        assert name in line["error"]["message"]
+
+
+@pytest.mark.parametrize("url", SAYS)
+def test_fields_that_say_what_is_so_anyway(shell, tmp_path, tiny_model, url):
+    fine = {"stream": False, "store": False, "service_tier": "auto", "user": "u", "metadata": {}}
+    lines = [ask(m, url, model=m, **SAYS[url], **GOOD, **fine) for m in ("model", str(tiny_model))]
+    lines.append(ask("null", url, model=None, stream=None, **SAYS[url], **GOOD))
+    lines.append(ask("equal", url, max_completion_tokens=4, **SAYS[url], **GOOD))
+    done, written = batch(shell, tmp_path, *lines)
+    assert done.code == 0
+    assert {line["response"]["body"]["model"] for line in written} == {"model"}
+
+
+@pytest.mark.parametrize("url", SAYS)
+def test_logprobs_of_the_prompt_are_written(shell, tmp_path, url):
+    _, (line,) = batch(shell, tmp_path, ask("a", url, prompt_logprobs=2, **SAYS[url], **GOOD))
+    body = line["response"]["body"]
+    first, *others = body["prompt_logprobs"]
+    assert first is None and len(others) + 1 == body["usage"]["prompt_tokens"]
+    assert all({"logprob", "rank"} < set(c) for o in others for c in o.values())
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), 1e999, [[]], {"a": {}}, "x", [1, "a"]])
+def test_a_value_of_any_kind_costs_only_its_line(shell, tmp_path, value):
+    names = ("n", "temperature", "top_k", "seed", "stop", "logit_bias", "logprobs", "tools",
+             "response_format", "messages", "chat_template", "min_tokens", "model")  # fmt: skip
+    lines = [ask(name, CHAT, **{**SAYS[CHAT], "max_tokens": 2, name: value}) for name in names]
+    _, written = batch(shell, tmp_path, *lines, ask("good", TEXT, prompt="Hi", **GOOD))
+    assert [line["custom_id"] for line in written] == [*names, "good"]
+    assert written[-1]["error"] is None
+    assert all(line["response"]["status_code"] in (200, 400) for line in written)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from deepinfer.cli.options import engine_options, open_async_llm, sampling_options, sampling_params
+from deepinfer.cli.reading import as_text, standard_input
 
 _HELP = "/exit ends, /reset forgets the conversation, /help shows this. Ctrl-C stops an answer."
 
@@ -51,24 +52,34 @@ def _talk(runner: asyncio.Runner, llm: Any, params: Any, system: str | None) -> 
 
 def _lines() -> Iterator[str]:
     """What the user types; Ctrl-D ends, Ctrl-C only empties the line."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (line editing and history for input())
+    read = _terminal() if sys.stdin.isatty() else _piped()
     while True:
         try:
-            yield (input("> ") if terminal else _piped()).strip()
+            yield as_text(read(), "this line").strip()
         except KeyboardInterrupt:
             click.secho("\n(/exit ends)", dim=True)
+        except UnicodeDecodeError as why:
+            click.secho(f"(that was no {why.encoding} text)", dim=True)
         except EOFError:
             return
 
 
-def _piped() -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
+def _terminal() -> Callable[[], str]:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history for input())
+    return lambda: input("> ")
+
+
+def _piped() -> Callable[[], str]:
+    source = standard_input()
+
+    def read() -> str:
+        line = source.readline()
+        if not line:
+            raise EOFError
+        return line
+
+    return read
 
 
 def _answer(runner: asyncio.Runner, llm: Any, params: Any, talk: list[Any]) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any, Final
 
 import click
 
 from deepinfer.cli.options import engine_options, open_llm, sampling_options, sampling_params
+from deepinfer.cli.reading import TEXT_FILE, as_json, as_text, standard_input
 from deepinfer.errors import InvalidRequestError
 
 _MAX_TOKENS: Final = 128
 """Where the command line does not say: the library's 16 cuts most sentences."""
+_FIELDS: Final = ("messages", "prompt_token_ids", "prompt")
 
 
 @click.command()
@@ -22,7 +24,7 @@ _MAX_TOKENS: Final = 128
     "-f",
     "--file",
     "files",
-    type=click.File("r", encoding="utf-8"),
+    type=TEXT_FILE,
     multiple=True,
     help="Prompts from a file: a line each, or jsonl with prompt, prompt_token_ids or messages.",
 )
@@ -69,37 +71,48 @@ def generate(
 def _asked(prompts: Iterable[str], files: Iterable[IO[str]]) -> Iterator[Any]:
     """Texts, id lists or lists of messages."""
     given = False
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts, 1):
         given = True
-        yield prompt
+        yield as_text(prompt, f"prompt {number}")
     for file in files:
         given = True
-        yield from _lines(file, file.name.endswith((".jsonl", ".json")))
+        yield from _lines(file)
     if not given and not sys.stdin.isatty():
-        text = sys.stdin.read()
+        text = as_text(standard_input().read(), "standard input")
         if text.strip():
             yield text.rstrip("\n")
 
 
-def _lines(file: Iterable[str], jsonl: bool) -> Iterator[Any]:
+def _lines(file: IO[str]) -> Iterator[Any]:
+    jsonl = file.name.endswith((".jsonl", ".json"))
     for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        yield _of_json(line, number) if jsonl else line.rstrip("\n")
+        where = f"{file.name}, line {number}"
+        if line.strip():
+            yield _of_json(line, where) if jsonl else as_text(line, where).rstrip("\n")
 
 
-def _of_json(line: str, number: int) -> Any:
-    try:
-        value = json.loads(line)
-    except ValueError as why:
-        raise InvalidRequestError(f"line {number} is no JSON: {why}.") from None
-    if isinstance(value, dict):
-        for key in ("messages", "prompt_token_ids", "prompt"):
-            if key in value:
-                return {key: value[key]} if key == "messages" else value[key]
-    elif isinstance(value, str | list):
+def _of_json(line: str, where: str) -> Any:
+    value = as_json(line, where)
+    if isinstance(value, str | list):
         return value
-    raise InvalidRequestError(f"line {number} has none of prompt, prompt_token_ids and messages.")
+    given = value if isinstance(value, dict) else {}
+    for key in _FIELDS:
+        if key in given:
+            _check_alone(key, given, where)
+            return {key: given[key]} if key == "messages" else given[key]
+    raise InvalidRequestError(f"{where} has none of prompt, prompt_token_ids and messages.")
+
+
+def _check_alone(key: str, given: Mapping[str, Any], where: str) -> None:
+    """Refuse what would be passed over in silence. A text may stand beside its ids."""
+    fields = {key} if key == "messages" else {"prompt", "prompt_token_ids"}
+    beside = sorted({*given} - fields)
+    if beside:
+        raise InvalidRequestError(
+            f"{where} has {', '.join(beside)} beside {key}.",
+            setting=beside[0],
+            next_step="Parameters are options of the command; run-batch takes them by the line.",
+        )
 
 
 def _prompt(llm: Any, asked: Any, chat: bool, system: str | None) -> Any:

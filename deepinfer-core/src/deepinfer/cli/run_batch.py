@@ -16,21 +16,14 @@ from typing import IO, Any, Final
 
 import click
 
+from deepinfer.cli.batch_body import body_params, check_model
 from deepinfer.cli.options import engine_options, open_llm
+from deepinfer.cli.reading import TEXT_FILE, as_json
 from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
 
 _CHAT: Final = "/v1/chat/completions"
 _TEXT: Final = "/v1/completions"
-# Fields of a body that mean what SamplingParams means by the same name.
-_SAME: Final = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "stop", "stop_token_ids", "seed", "seq_seed", "ignore_eos", "min_tokens",
-    "max_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output",
-    "skip_special_tokens", "so_args", "prompt_logprobs",
-)  # fmt: skip
-_OURS: Final = ("messages", "prompt", "max_completion_tokens", "logit_bias", "logprobs",
-                "top_logprobs", "response_format", "tools", "chat_template")  # fmt: skip
-_IGNORED: Final = ("model", "stream", "user", "metadata", "store", "service_tier")
+_LINE: Final = ("custom_id", "method", "url", "body")
 
 
 @dataclass(slots=True)
@@ -46,7 +39,7 @@ class _Job:
 
 
 @click.command(name="run-batch")
-@click.option("-i", "--input", "source", type=click.File("r", encoding="utf-8"), required=True)
+@click.option("-i", "--input", "source", type=TEXT_FILE, required=True)
 @click.option("-o", "--output", type=click.File("w", encoding="utf-8"), default="-")
 @click.option("--progress/--no-progress", default=None, help="Default: if stderr is a terminal.")
 @engine_options
@@ -84,76 +77,54 @@ def _job(llm: Any, line: str, number: int) -> _Job:
     job = _Job(None)
     try:
         asked = _parsed(line, number)
-        if not isinstance(asked.get("body"), dict):
-            raise InvalidRequestError(f"line {number} has no body.", setting="body")
         job.custom_id = asked.get("custom_id")
-        url, body = asked.get("url"), asked["body"]
-        if asked.get("method", "POST") != "POST" or url not in (_CHAT, _TEXT):
-            raise InvalidRequestError(
-                f"{asked.get('method')} {url} is not served; POST {_CHAT} and {_TEXT} are.",
-                setting="url",
-            )
-        job.chat = url == _CHAT
+        job.chat, body = _what(asked, number)
+        check_model(body, _names(llm))
         job.params = body_params(body, llm.get_default_sampling_params(), job.chat)
         job.prompt = _prompt(llm, body) if job.chat else body.get("prompt")
         if job.prompt is None:
             raise InvalidRequestError("The body has no prompt.", setting="prompt")
     except DeepInferError as why:
         job.error = why
-    except (ValueError, TypeError, KeyError, AttributeError) as why:
+    except Exception as why:
         # A field of another type than OpenAI's: whatever it breaks, it breaks its own line only.
         job.error = InvalidRequestError(f"line {number} has a field of the wrong shape: {why!r}.")
     return job
 
 
 def _parsed(line: str, number: int) -> dict[str, Any]:
-    try:
-        asked = json.loads(line)
-    except ValueError as why:
-        raise InvalidRequestError(f"line {number} is no JSON: {why}.") from None
+    asked = as_json(line, f"line {number}")
     return asked if isinstance(asked, dict) else {}
+
+
+def _what(asked: Mapping[str, Any], number: int) -> tuple[bool, dict[str, Any]]:
+    """Whether it is a conversation, and the body."""
+    unknown = sorted(k for k in asked if k not in _LINE)
+    if unknown:
+        raise InvalidRequestError(
+            f"line {number} has an unknown field beside its body: {', '.join(unknown)}.",
+            setting=unknown[0],
+        )
+    url, body = asked.get("url"), asked.get("body")
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"line {number} has no body.", setting="body")
+    if asked.get("method", "POST") != "POST" or url not in (_CHAT, _TEXT):
+        raise InvalidRequestError(
+            f"{asked.get('method')} {url} is not served; POST {_CHAT} and {_TEXT} are.",
+            setting="url",
+        )
+    return url == _CHAT, body
+
+
+def _names(llm: Any) -> tuple[str, ...]:
+    """What a body may call the model: its own name, and what ``--model`` says."""
+    return tuple(dict.fromkeys((llm.get_tokenizer().name, llm.assembly.config.model)))
 
 
 def _prompt(llm: Any, body: Mapping[str, Any]) -> Any:
     return llm.assembly.render_chat(
         body.get("messages"), True, body.get("chat_template"), body.get("tools")
     )
-
-
-def body_params(body: Mapping[str, Any], base: Any, chat: bool) -> Any:
-    """A body's sampling parameters over the model's defaults; unknown fields are refused."""
-    from deepinfer.sampling_params import SamplingParams
-
-    unknown = sorted(k for k in body if k not in (*_SAME, *_OURS, *_IGNORED))
-    if unknown:
-        raise InvalidRequestError(f"Unknown field: {', '.join(unknown)}.", setting=unknown[0])
-    given = {k: body[k] for k in _SAME if body.get(k) is not None}
-    if body.get("max_completion_tokens") is not None:
-        given["max_tokens"] = body["max_completion_tokens"]
-    if chat:
-        given.setdefault("max_tokens", None)
-    if body.get("logit_bias"):
-        given["logit_bias"] = {int(k): v for k, v in body["logit_bias"].items()}
-    given.update(_logprobs_wish(body, chat), **_format_wish(body.get("response_format")))
-    return SamplingParams(**{**base.model_dump(exclude_unset=True), **given})
-
-
-def _logprobs_wish(body: Mapping[str, Any], chat: bool) -> dict[str, int]:
-    wish = body.get("logprobs")
-    if wish is None or wish is False:
-        return {}
-    return {"logprobs": int(body.get("top_logprobs") or 0) if chat else int(wish)}
-
-
-def _format_wish(wish: Any) -> dict[str, Any]:
-    kind = (wish or {}).get("type", "text")
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"so_args": {"schema_type": "json_object"}}
-    if kind == "json_schema":
-        return {"so_args": {"schema_type": "json", "schema": wish["json_schema"].get("schema")}}
-    raise InvalidRequestError(f"response_format.type={kind!r} is unknown.", setting="type")
 
 
 def _line(job: _Job, number: int, model: str) -> dict[str, Any]:
@@ -178,12 +149,15 @@ def _body(job: _Job, model: str, number: int) -> dict[str, Any]:
     result = job.result
     written = sum(len(out.token_ids) for out in result.outputs)
     prompt = len(result.prompt_token_ids)
+    asked = result.prompt_logprobs
+    extra = {} if asked is None else {"prompt_logprobs": [_candidates(c) for c in asked]}
     return {
         "id": f"{'chatcmpl' if job.chat else 'cmpl'}-{number}",
         "object": "chat.completion" if job.chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": list(_choices(job)),
+        **extra,
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": written,
@@ -214,4 +188,14 @@ def _token(token: int, logprobs: Mapping[int, Any]) -> dict[str, Any]:
         "token": logprobs[token].decoded_token,
         "logprob": logprobs[token].logprob,
         "top_logprobs": [{"token": lp.decoded_token, "logprob": lp.logprob} for lp in ranked],
+    }
+
+
+def _candidates(logprobs: Mapping[int, Any] | None) -> dict[str, Any] | None:
+    """Of a prompt's token; its first has none."""
+    if logprobs is None:
+        return None
+    return {
+        str(token): {"logprob": lp.logprob, "rank": lp.rank, "decoded_token": lp.decoded_token}
+        for token, lp in logprobs.items()
     }

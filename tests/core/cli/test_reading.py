@@ -1,0 +1,109 @@
+"""Files that are no text, or JSON that nobody meant: refused by line, never a traceback."""
+
+import json
+
+import pytest
+from deepinfer.cli.reading import as_json, as_text
+from deepinfer.errors import InvalidRequestError
+
+FEW = ("-n", "2", "-t", "0", "--ignore-eos")
+NO_TEXT = {
+    "an image": b"\x89PNG\r\n\x1a\n\x00\xff\xfe",
+    "UTF-16": "Hello\n".encode("utf-16"),
+    "Latin-1": "caf\u00e9\n".encode("latin-1"),
+    "a torn character": "caf\u00e9".encode()[:-1],
+    "a surrogate in UTF-8": b"\xed\xa0\x80",
+}
+NO_JSON = {
+    "deep lists": "[" * 100_000 + "]" * 100_000,
+    "deep objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "deep enough": "[" * 900 + "]" * 900,
+    "a long number": "1" * 5000,
+    "half a pair": json.dumps({"prompt": "a\ud800b"}),
+    "half a pair in a name": json.dumps({"\udfff": 1}),
+    "half a pair, deep": json.dumps({"prompt": [{"a": ["\udc80"]}]}),
+    "nothing": "\0",
+}
+
+
+def ways(shell, path, content):
+    """Every command that reads a file or standard input, on that content."""
+    (path / "p.txt").write_bytes(content)
+    (path / "p.jsonl").write_bytes(content)
+    return {
+        "text": lambda: shell("generate", "-f", str(path / "p.txt"), *FEW),
+        "jsonl": lambda: shell("generate", "-f", str(path / "p.jsonl"), "--json", *FEW),
+        "stdin": lambda: shell("generate", "--json", *FEW, stdin=content),
+        "chat": lambda: shell("chat", *FEW, stdin=content),
+        "batch": lambda: shell("run-batch", "-i", str(path / "p.jsonl")),
+        "batch stdin": lambda: shell("run-batch", "-i", "-", stdin=content),
+    }
+
+
+@pytest.mark.parametrize("content", NO_TEXT.values(), ids=NO_TEXT)
+@pytest.mark.parametrize("way", ["text", "jsonl", "stdin", "chat", "batch", "batch stdin"])
+def test_bytes_that_are_no_text_are_refused(shell, tmp_path, way, content):
+    done = ways(shell, tmp_path, content)[way]()
+    assert done.code == (1 if way.startswith("batch") else 2)
+    assert "no UTF-8 text: byte 0x" in done.out + done.err
+
+
+@pytest.mark.parametrize("content", NO_JSON.values(), ids=NO_JSON)
+@pytest.mark.parametrize("way", ["jsonl", "batch", "batch stdin"])
+def test_json_that_nobody_meant_is_refused(shell, tmp_path, way, content):
+    done = ways(shell, tmp_path, content.encode())[way]()
+    assert done.code == (1 if way.startswith("batch") else 2)
+    assert "line 1" in done.out + done.err
+
+
+def test_a_bad_line_of_a_batch_costs_only_itself(shell, tmp_path):
+    good = {"custom_id": "é", "method": "POST", "url": "/v1/completions"}
+    good["body"] = {"prompt": "Hi", "max_tokens": 2}
+    line = json.dumps(good).encode()
+    bad = [*NO_TEXT.values(), *(text.encode() for text in NO_JSON.values())]
+    bad = [content.replace(b"\r", b"").replace(b"\n", b"") for content in bad]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([line, *bad, line]))
+    done = shell("run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out"))
+    written = [json.loads(text) for text in (tmp_path / "out").read_text("utf-8").splitlines()]
+    assert done.code == 1
+    assert [w["response"]["status_code"] for w in written] == [200, *[400] * len(bad), 200]
+    assert written[-1]["custom_id"] == "é"
+
+
+def test_a_byte_order_mark_is_taken_off(shell, tmp_path):
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    asked["body"] = {"prompt": "Hi", "max_tokens": 2, "temperature": 0}
+    mark = "\ufeff".encode()
+    (tmp_path / "p.txt").write_bytes(mark + b"Hi")
+    (tmp_path / "p.jsonl").write_bytes(mark + b'{"prompt": "Hi"}')
+    (tmp_path / "b.jsonl").write_bytes(mark + json.dumps(asked).encode())
+    for argv in (("-f", str(tmp_path / "p.txt")), ("-f", str(tmp_path / "p.jsonl"))):
+        assert json.loads(shell("generate", *argv, "--json", *FEW).out)["prompt"] == "Hi"
+    assert json.loads(shell("generate", "--json", *FEW, stdin=mark + b"Hi").out)["prompt"] == "Hi"
+    assert shell("run-batch", "-i", str(tmp_path / "b.jsonl")).code == 0
+
+
+def test_arguments_that_are_no_text(shell):
+    broken = b"caf\xe9".decode(errors="surrogateescape")  # as the interpreter hands them over
+    done = shell("generate", "Hello", broken, "--json", *FEW)
+    assert done.code == 2 and "prompt 2 is no UTF-8 text: byte 0xe9" in done.err
+    assert shell("generate", "--chat", "--system", broken, "Hi", *FEW).code == 2
+
+
+@pytest.mark.parametrize("beside", [{"temperature": 0}, {"messages": []}, {"id": 3}])
+def test_fields_beside_a_prompt_are_named(shell, tmp_path, beside):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "Hi", **beside}))
+    done = shell("generate", "-f", str(tmp_path / "p.jsonl"), *FEW)
+    assert done.code == 2
+    assert next(iter(beside)) in done.err and "beside" in done.err
+
+
+def test_depth_is_counted_in_levels():
+    assert as_json("[" * 200 + "]" * 200, "x")
+    with pytest.raises(InvalidRequestError, match="x is nested deeper than 200 levels"):
+        as_json("[" * 201 + "]" * 201, "x")
+
+
+def test_text_passes_as_it_is():
+    assert as_text("naïve \U0001f600 \0", "x") == "naïve \U0001f600 \0"
+    assert as_json('"\\ud83d\\ude00"', "x") == "\U0001f600"
