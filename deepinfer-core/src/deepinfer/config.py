@@ -52,6 +52,9 @@ class EngineConfig(BaseModel):
             what fills the backend (512 on a CPU: more gains nothing and costs memory).
         page_size: tokens per KV page.
         kv_cache_memory: bytes of KV (``"2GiB"`` too); None sizes it from what is free.
+        kv_cache_dtype: how a model that defines its own KV formats stores them: ``packed``, as
+            few bytes as they need, or ``bfloat16``, the same values; ``auto`` is packed there, and
+            ``dtype`` for all other models, which refuse the rest.
         gpu_memory_utilization: share of the device's memory that the engine may use.
         seed: where seeds of requests without one come from; None takes the system's entropy.
         batch_invariant: results may not depend on the batch; what cannot keep it is refused.
@@ -80,6 +83,7 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
     page_size: int = Field(default=16, ge=1)
     kv_cache_memory: int | None = Field(default=None, ge=1)
+    kv_cache_dtype: Literal["auto", "bfloat16", "packed"] = "auto"
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     seed: int | None = 0
     batch_invariant: bool = False

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from deepinfer.api.kv import KVOptions
 from deepinfer.errors import ModelLoadError, UnsupportedError
 from deepinfer.layers import RopeConfig, rotary_table
 from deepinfer.models.llama import LlamaAdapter
@@ -91,11 +92,11 @@ def test_the_rotary_table_is_exact_far_out():
 
 def test_kv_groups_follow_the_windows():
     adapter = LlamaAdapter()
-    spec = adapter.kv_spec(adapter.config(raw()), 4)
+    spec = adapter.kv_spec(adapter.config(raw()), KVOptions(dtype_bytes=4))
     (group,) = spec.groups
     assert (group.kind, group.layers, group.kv_heads, group.head_dim) == ("full", (0, 1, 2), 2, 16)
     assert spec.bytes_per_token == 2 * 2 * 16 * 4 * 3
-    (sliding,) = adapter.kv_spec(adapter.config(raw("mistral")), 2).groups
+    (sliding,) = adapter.kv_spec(adapter.config(raw("mistral")), KVOptions(dtype_bytes=2)).groups
     assert (sliding.kind, sliding.window) == ("window", 8)
 
 

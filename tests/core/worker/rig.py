@@ -10,6 +10,7 @@ import math
 import numpy as np
 import torch
 from deepinfer.api.backend import OpContext
+from deepinfer.api.kv import KVOptions
 from deepinfer.api.model import DeviceBatch
 from deepinfer.api.plan import DECODE, Admit, BatchPlan, RowBlock, RowInputs, RowParams
 from deepinfer.models.checkpoint import open_checkpoint
@@ -52,7 +53,7 @@ class Naive:
         self.model = adapter.build(self.config, self.ops, single())
         rules = adapter.weights(self.config)
         load_weights(self.model, rules, checkpoint, self.ops, torch.float32)
-        self.spec = adapter.kv_spec(self.config, 4)
+        self.spec = adapter.kv_spec(self.config, KVOptions(dtype_bytes=4, page_size=PAGE))
 
     def logits(self, ids):
         """float32[len(ids), V] of a whole text, in one go and with a cache of its own."""

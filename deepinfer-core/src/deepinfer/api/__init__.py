@@ -16,8 +16,26 @@ from deepinfer.api.backend import (
 from deepinfer.api.executor import Executor, ModelFacts
 from deepinfer.api.grammar import Grammar, GrammarBackend
 from deepinfer.api.hookspecs import hookimpl, hookspec
-from deepinfer.api.kv import KVGroup, KVSpec, KVStore, Lookup, PageKey, Transfer
-from deepinfer.api.model import DeviceBatch, KVPools, Model, ModelAdapter, Taps, WeightRule
+from deepinfer.api.kv import (
+    Entry,
+    KVGroup,
+    KVOptions,
+    KVSpec,
+    KVStore,
+    Lookup,
+    PageKey,
+    Transfer,
+    Truncation,
+)
+from deepinfer.api.model import (
+    DeviceBatch,
+    KVPools,
+    Model,
+    ModelAdapter,
+    StepRequests,
+    Taps,
+    WeightRule,
+)
 from deepinfer.api.observer import Observer
 from deepinfer.api.ops import OP_NAMES
 from deepinfer.api.parallel import Communicator, ParallelContext
@@ -74,6 +92,7 @@ __all__ = [
     "DraftPlanner",
     "Drafter",
     "Drafts",
+    "Entry",
     "Executor",
     "ExecutorSpec",
     "Fault",
@@ -84,6 +103,7 @@ __all__ = [
     "GrammarSpec",
     "Impl",
     "KVGroup",
+    "KVOptions",
     "KVPools",
     "KVSpec",
     "KVStore",
@@ -117,11 +137,13 @@ __all__ = [
     "SpeculatorSpec",
     "StepFacts",
     "StepOutput",
+    "StepRequests",
     "StepStats",
     "StoreSpec",
     "Taps",
     "TokenLogprob",
     "Transfer",
+    "Truncation",
     "Verifier",
     "View",
     "WeightRule",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from deepinfer.api.kv import KVSpec
+from deepinfer.api.kv import KVOptions, KVSpec
 
 if TYPE_CHECKING:
     import torch
@@ -15,13 +15,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequests:
+    """The n requests of a step, on the device.
+
+    ``cu_q`` int32[n+1]: request b owns token rows ``cu_q[b] … cu_q[b+1]−1``; ``starts`` int64[n]:
+    the position of its first; ``block_table`` int32[n, P]: its pages; ``blocks`` int64[n]: its
+    block in state groups; ``floors`` int64[n]: where a truncating model's late layers begin.
+    """
+
+    cu_q: torch.Tensor
+    starts: torch.Tensor
+    block_table: torch.Tensor
+    blocks: torch.Tensor
+    floors: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
     """One step's token rows, on the device. An argument of ``Model.forward``, never a global.
 
     ``ids``, ``positions``, ``row_of_token``, ``kv_slots``: int64[T]; a KV slot is
-    page·page_size + offset, −1 writes nothing. ``attn``: opaque, from ``ops.plan_attention``.
-    ``logit_rows`` int64[m]: token rows whose logits are wanted. ``tail`` int64[n] or None: for
-    each row the first position that a truncating model must keep.
+    page·page_size + offset, −1 writes nothing; row −1 is padding. ``attn``: opaque, from
+    ``ops.plan_attention``; None for a model whose groups all have entries. ``logit_rows`` int64[m]:
+    token rows whose logits are wanted. ``requests``: what models with entries or state read.
+    ``history`` int64[T, lookback]: the ids right before each token, nearest first, −1 before the
+    text; None without lookback.
+
+    ``late``: the same step with only the rows at or above their request's floor, for the late
+    layers of a model that truncates compactly; row i of it is row ``late_rows[i]`` of this one.
+    None where all rows are kept.
     """
 
     ids: torch.Tensor
@@ -30,13 +52,22 @@ class DeviceBatch:
     kv_slots: torch.Tensor
     attn: Any
     logit_rows: torch.Tensor
-    tail: torch.Tensor | None = None
+    requests: StepRequests | None = None
+    history: torch.Tensor | None = None
+    late: DeviceBatch | None = None
+    late_rows: torch.Tensor | None = None
 
 
 class KVPools(Protocol):
-    """The paged pool: ``layer(i)`` gives (k_cache, v_cache), each [pages, page_size, HKV, D]."""
+    """The paged pool and the state blocks.
+
+    ``layer(i)`` gives (k_cache, v_cache), each [pages, page_size, HKV, D]; ``tensor(group, i)``
+    the one tensor of a layer in a group with an entry (:class:`~deepinfer.api.kv.KVGroup`).
+    """
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def tensor(self, group: str, layer: int) -> torch.Tensor: ...
 
 
 class Taps(Protocol):
@@ -57,6 +88,10 @@ class WeightRule:
     ``uses``: the ops that read it, a composite before those it is written in; the first that has a
     ``prepare`` is asked. A bias, which goes beside a weight, has none and stays a tensor. ``route``
     among them says that experts are chosen by what this weight gives: it is never quantised.
+    ``stored``: how the checkpoint stores a low-bit weight whose name ends in ``.weight`` and whose
+    scales lie beside it as ``.scale``: ``fp8`` E4M3 bytes with an E8M0 scale for each 32×32 tile,
+    ``fp4`` two E2M1 values a byte with one for each row and 32 columns; ``shapes`` are those of the
+    values. ``exact``: kept in float32 whatever the engine's dtype.
     ``shard``: the dimension that tensor parallelism splits, or None. ``optional``: absent in some
     checkpoints (a bias); the parameter is then not loaded.
     """
@@ -69,6 +104,8 @@ class WeightRule:
     view: tuple[int, ...] | None = None
     shard: int | None = None
     optional: bool = False
+    stored: Literal["fp8", "fp4"] | None = None
+    exact: bool = False
 
 
 class Model(Protocol):
@@ -96,7 +133,7 @@ class ModelAdapter(Protocol):
         """The checkpoint's config.json into this family's frozen dataclass; refuses by name."""
         ...
 
-    def kv_spec(self, config: Any, dtype_bytes: int) -> KVSpec: ...
+    def kv_spec(self, config: Any, options: KVOptions) -> KVSpec: ...
 
     def build(self, config: Any, ops: OpSet, parallel: Any) -> Model: ...
 

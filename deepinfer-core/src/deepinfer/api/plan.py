@@ -63,7 +63,8 @@ class Admit:
     """A request enters a slot.
 
     ``tokens`` int32[n]: all its tokens so far (more than the prompt when it resumes). ``limit``:
-    the absolute length at which it ends. ``seed``: 64 bits, the key of its noise.
+    the absolute length at which it ends. ``seed``: 64 bits, the key of its noise. ``floor``: the
+    first position that a truncating model's late layers run.
     """
 
     slot: int
@@ -71,6 +72,7 @@ class Admit:
     limit: int
     seed: int
     params: RowParams
+    floor: int = 0
 
 
 class Row(NamedTuple):
@@ -110,6 +112,10 @@ class BatchPlan:
     ``pages`` int32[n, 3] (slot, index in the request, page), in order. ``draft_rows``: draft rows
     of the whole step (K). ``shape``: the token count that graphs and replicas pad to.
     ``constrained``: some row waits for a mask, so ``sample`` gets :class:`RowInputs`.
+
+    ``saves`` and ``restores``, (slot, block) each: state blocks to copy before anything else
+    happens, saves first; a slot's own block has the slot's number. A saved block holds what the
+    slot's request had written before this step.
     """
 
     step: int
@@ -119,6 +125,8 @@ class BatchPlan:
     draft_rows: int = 0
     shape: int = 0
     constrained: bool = False
+    saves: tuple[tuple[int, int], ...] = ()
+    restores: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ def memory_facts(model: str, dtype: str, kv_memory: str, page_size: int) -> dict
     """What ``config memory`` prints. Reads no weights."""
     from math import prod
 
+    from deepinfer.api.kv import KVOptions
     from deepinfer.config import EngineConfig
     from deepinfer.models.checkpoint import open_checkpoint
     from deepinfer.models.source import resolve
@@ -94,7 +95,7 @@ def memory_facts(model: str, dtype: str, kv_memory: str, page_size: int) -> dict
     adapter = PluginManager().resolve(wanted, made).load("model")()
     shape = adapter.config(checkpoint.config)
     width = {"float32": 4, "bfloat16": 2}[dtype]
-    spec = adapter.kv_spec(shape, width)
+    spec = adapter.kv_spec(shape, KVOptions(dtype_bytes=width, page_size=page_size))
     weights = sum(prod(s) for rule in adapter.weights(shape) for s in rule.shapes)
     per_page = spec.bytes_per_token * page_size
     assert made.kv_cache_memory is not None

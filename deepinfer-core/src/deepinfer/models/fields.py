@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from deepinfer.api.kv import KVOptions
 from deepinfer.errors import ModelLoadError, UnsupportedError
 from deepinfer.layers.rotary import RopeConfig
 
@@ -117,3 +118,13 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "max_model_len": length,
         "tied": bool(optional(raw, "tie_word_embeddings", False)),
     }
+
+
+def only_plain_kv(options: KVOptions) -> None:
+    """Refuse a ``kv_cache_dtype`` in a family that stores KV in the engine's dtype."""
+    if options.cache_dtype != "auto":
+        raise UnsupportedError(
+            f"kv_cache_dtype={options.cache_dtype!r}: this model stores KV in the engine's dtype.",
+            setting="kv_cache_dtype",
+            next_step="Leave it at 'auto'.",
+        )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.api.kv import KVGroup, KVSpec
+from deepinfer.api.kv import KVGroup, KVOptions, KVSpec
 from deepinfer.api.model import DeviceBatch, KVPools, Taps, WeightRule
 from deepinfer.api.parallel import ParallelContext
 from deepinfer.layers import (
@@ -27,7 +27,7 @@ from deepinfer.layers import (
     assign,
     rotary_table,
 )
-from deepinfer.models.fields import decoder_fields, optional, required, windows
+from deepinfer.models.fields import decoder_fields, only_plain_kv, optional, required, windows
 from deepinfer.models.rules import attention_rules, mlp_rules, outer_rules
 from deepinfer.ops.table import OpSet
 
@@ -155,8 +155,10 @@ class LlamaAdapter:
         window = raw.get("sliding_window", 4096) if mistral else None
         return windows(raw, required(raw, "num_hidden_layers"), window)
 
-    def kv_spec(self, config: LlamaConfig, dtype_bytes: int) -> KVSpec:
+    def kv_spec(self, config: LlamaConfig, options: KVOptions) -> KVSpec:
         """One group for each window; keys and values as they leave the rotation."""
+        only_plain_kv(options)
+        dtype_bytes = options.dtype_bytes
         row = 2 * config.kv_heads * config.head_dim * dtype_bytes
         groups = []
         for window in dict.fromkeys(config.windows):

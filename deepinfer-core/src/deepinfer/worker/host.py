@@ -17,6 +17,7 @@ import torch
 
 from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
+from deepinfer.api.kv import KVOptions
 from deepinfer.errors import ConfigError, KVCacheTooSmallError
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.registry import architectures_of, model_config
@@ -185,7 +186,12 @@ def _load(
             next_step=f"Give at most {limit}, or leave it out.",
         )
     mine = replace(mine, max_model_len=config.max_model_len or limit)
-    spec = adapter.kv_spec(mine, dtype.itemsize)
+    options = KVOptions(
+        dtype_bytes=dtype.itemsize,
+        page_size=config.page_size,
+        cache_dtype=config.kv_cache_dtype,
+    )
+    spec = adapter.kv_spec(mine, options)
     rows = backend.facts().activations
     context = OpContext(
         dtype=dtype,

@@ -1,0 +1,72 @@
+"""Low-bit formats: what the bytes of FP8 and FP4 checkpoints and caches mean.
+
+FP8 is E4M3 (no infinity, 448 at most), FP4 is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
+negatives), E8M0 is one exponent byte: 2^(byte − 127), 255 is NaN (OCP microscaling formats 1.0).
+All three decode exactly into float32, and products of a value and its scale into bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+TILE: Final = 32
+FP4_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaled:
+    """A weight [..., N, K] as its checkpoint stores it.
+
+    ``fp8``: ``codes`` uint8[..., N, K] E4M3 bytes, ``scales`` uint8[..., ⌈N/32⌉, ⌈K/32⌉], one E8M0
+    byte for each 32×32 tile. ``fp4``: ``codes`` uint8[..., N, K/2], the even element in the low
+    nibble, ``scales`` uint8[..., N, K/32].
+    """
+
+    codes: Tensor
+    scales: Tensor
+    kind: Literal["fp8", "fp4"]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values."""
+        *lead, last = self.codes.shape
+        return torch.Size((*lead, last * 2 if self.kind == "fp4" else last))
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def __getitem__(self, index: int) -> BlockScaled:
+        """One expert of a stack."""
+        return BlockScaled(self.codes[index], self.scales[index], self.kind)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values; exact in float32 and bfloat16."""
+        scale = e8m0(self.scales).repeat_interleave(TILE, -1)
+        if self.kind == "fp8":
+            scale = scale.repeat_interleave(TILE, -2)[..., : self.shape[-2], : self.shape[-1]]
+            return (e4m3(self.codes) * scale).to(dtype)
+        return (unpack_fp4(self.codes) * scale).to(dtype)
+
+
+def e8m0(codes: Tensor) -> Tensor:
+    """uint8 exponents to float32; byte 0 is 2^−127, a subnormal."""
+    return codes.view(torch.float8_e8m0fnu).float()
+
+
+def e4m3(codes: Tensor) -> Tensor:
+    """uint8 codes to float32."""
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def unpack_fp4(codes: Tensor) -> Tensor:
+    """uint8[..., n] to float32[..., 2n], low nibble first."""
+    table = torch.tensor(
+        [*FP4_VALUES, *(-v for v in FP4_VALUES)], dtype=torch.float32, device=codes.device
+    )
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    return table[nibbles.int()]
