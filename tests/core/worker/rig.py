@@ -90,6 +90,7 @@ def make_runner(naive, *, slots=4, drafter=None, max_len=64, pages=100):
         Rig(
             model=naive.model,
             ops=naive.ops,
+            spec=naive.spec,
             kv=KVPool(naive.spec, pages, PAGE, torch.float32, CPU),
             device=ReferenceBackend().open(0),
             slots=SlotTable(shape, CPU),

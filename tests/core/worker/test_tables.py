@@ -106,7 +106,7 @@ def test_the_pool_is_one_allocation():
     assert len(starts) == 1
 
 
-def test_state_groups_are_refused():
+def test_a_state_group_without_an_entry_is_refused():
     spec = KVSpec((group("state", (0,), 1, 8),), "test")
     with pytest.raises(UnsupportedError, match="'state'"):
         KVPool(spec, 1, 4, torch.float32, CPU)
@@ -127,7 +127,7 @@ def test_the_batch_of_a_mixed_step(naive):
     slots.apply(step)
     slots.length[2] = 3  # the device knows that it has ended
     slots.set_drafts(torch.tensor([1, 2]), torch.tensor([[33], [34]]))
-    built = BatchBuilder(slots, naive.ops, Quiet(1, 0.0)).build(step)
+    built = BatchBuilder(slots, naive.ops, Quiet(1, 0.0), naive.spec).build(step)
     batch = built.batch
     # Four tokens of the chunk, anchor and draft, the dead row's place, one of padding.
     assert batch.row_of_token.tolist() == [0, 0, 0, 0, 1, 1, 2, -1]

@@ -38,6 +38,10 @@ class Pools:
         k_cache, v_cache = self._layers[index]
         return k_cache, v_cache
 
+    def tensor(self, group: str, layer: int) -> Tensor:
+        """There is none: this path runs models that keep keys and values."""
+        raise KeyError(f"KV group {group!r}, layer {layer}")
+
 
 class TextbookRunner:
     """A loaded model and the loop that a textbook would write.

@@ -20,17 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer.api.model import DeviceBatch
+from deepinfer.api.model import DeviceBatch, StepRequests
 from deepinfer.api.plan import DECODE
 from deepinfer.api.sampler import SampleRows
 from deepinfer.sampling.pipeline import Lines, gather_stages
 from deepinfer.sampling.transfer import to_device
 from deepinfer.sampling.verify import line_grid
+from deepinfer.worker.late import late_batch, rows_below
 from deepinfer.worker.slots import COLD
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from deepinfer.api.kv import KVSpec
     from deepinfer.api.plan import BatchPlan
     from deepinfer.api.speculative import Drafter
     from deepinfer.ops.table import OpSet
@@ -46,7 +48,8 @@ class PlanRows:
     ``stages``, ``filtered``, ``greedy``: what the emitting rows use. ``scored``: emitting rows
     that want logprobs, ``scored_row`` the same on the device, ``wanted`` how many best ids.
     ``prompts``: (plan row, slot, start, tokens, best ids) of chunks that predict prompt tokens
-    whose logprobs are wanted.
+    whose logprobs are wanted. ``below``: leading token rows that late layers do not run, None if
+    there are none, ``dropped`` their sum.
     """
 
     key: tuple[int, bytes]
@@ -66,6 +69,8 @@ class PlanRows:
     scored_row: Tensor
     wanted: NDArray[np.int64]
     prompts: tuple[tuple[int, int, int, int, int], ...]
+    below: Tensor | None
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +119,16 @@ class BatchBuilder:
         slots: the slot table.
         ops: serves ``expand_rows`` and ``plan_attention``.
         drafter: splits a step's draft rows among requests.
+        spec: the model's KV: what of a batch it reads.
     """
 
-    def __init__(self, slots: SlotTable, ops: OpSet, drafter: Drafter) -> None:
+    def __init__(self, slots: SlotTable, ops: OpSet, drafter: Drafter, spec: KVSpec) -> None:
         self._slots = slots
         self._ops = ops
         self._drafter = drafter
+        self._spec = spec
+        self._pairs = any(group.entry is None for group in spec.groups)
+        self._entries = any(group.entry is not None for group in spec.groups)
         self._rows: PlanRows | None = None
         self._layout: TokenLayout | None = None
 
@@ -148,7 +157,8 @@ class BatchBuilder:
         """The last step's, if the same rows decode again and nobody has entered a slot."""
         key = (self._slots.version, plan.rows.array.tobytes())
         if self._rows is None or self._rows.key != key:
-            self._rows, self._layout = _plan_rows(plan.rows.array, key, self._slots), None
+            cuts = self._spec.truncation is not None and self._spec.truncation.compact
+            self._rows, self._layout = _plan_rows(plan.rows.array, key, self._slots, cuts), None
         return self._rows
 
     def _token_layout(self, plan: BatchPlan, rows: PlanRows, length: Tensor) -> TokenLayout:
@@ -203,14 +213,50 @@ class BatchBuilder:
         longest = int(slots.bound[rows.array[:, 0]].max(initial=1))
         table = slots.pages[rows.slot, : -(-longest // size)]
         kv_length = torch.where(alive, start + layout.count, 0)
-        return DeviceBatch(
+        plan_attention = self._ops.plan_attention
+        batch = DeviceBatch(
             ids=ids,
             positions=position,
             row_of_token=layout.row,
             kv_slots=torch.where(writes, page * size + position % size, -1),
-            attn=self._ops.plan_attention(table, kv_length, layout.cu_q, size),
+            attn=plan_attention(table, kv_length, layout.cu_q, size) if self._pairs else None,
             logit_rows=layout.logit_rows,
         )
+        if not self._entries and self._spec.truncation is None and not self._spec.lookback:
+            return batch
+        batch = self._with_requests(batch, rows, layout, start, table)
+        if rows.below is None:
+            return batch
+        late, place = late_batch(batch, self._ops, rows.below, rows.dropped)
+        if self._pairs:
+            assert late.requests is not None
+            attn = plan_attention(table, kv_length, late.requests.cu_q, size)
+            late = replace(late, attn=attn)
+        return replace(batch, late=late, late_rows=place)
+
+    def _with_requests(
+        self,
+        batch: DeviceBatch,
+        rows: PlanRows,
+        layout: TokenLayout,
+        start: Tensor,
+        table: Tensor,
+    ) -> DeviceBatch:
+        """The same with what models read that keep state, truncate or look back."""
+        slots, lookback = self._slots, self._spec.lookback
+        requests = StepRequests(
+            cu_q=layout.cu_q,
+            starts=start,
+            block_table=table,
+            blocks=rows.slot,
+            floors=slots.floor[rows.slot],
+        )
+        if not lookback:
+            return replace(batch, requests=requests)
+        before = batch.positions[:, None] - 1 - torch.arange(lookback, device=slots.device)
+        place = layout.slot[:, None] * slots.width + before.clamp(min=0)
+        found = slots.tokens.view(-1)[place].long()
+        return replace(batch, requests=requests, history=torch.where(before >= 0, found, -1))
 
     def _lines(self, rows: PlanRows, layout: TokenLayout, position: Tensor) -> Lines:
         position = position[layout.logit_rows] + 1  # the next one is drawn
@@ -224,8 +270,14 @@ class BatchBuilder:
         )
 
 
-def _plan_rows(array: NDArray[np.int32], key: tuple[int, bytes], slots: SlotTable) -> PlanRows:
-    """Once for each new set of rows; the only loop over rows in Python."""
+def _plan_rows(
+    array: NDArray[np.int32], key: tuple[int, bytes], slots: SlotTable, cuts: bool
+) -> PlanRows:
+    """Once for each new set of rows; the only loop over rows in Python.
+
+    ``cuts``: the model takes rows below their floor out of late layers.
+    """
+    below = rows_below(array, slots.floors) if cuts else np.zeros(len(array), np.int64)
     table = to_device(torch.from_numpy(np.ascontiguousarray(array.T, np.int64)), slots.device)
     emit = np.flatnonzero(array[:, 3])
     emit_row = to_device(torch.from_numpy(emit), slots.device)
@@ -250,6 +302,8 @@ def _plan_rows(array: NDArray[np.int32], key: tuple[int, bytes], slots: SlotTabl
         scored_row=to_device(torch.from_numpy(scored), slots.device),
         wanted=logprobs[scored],
         prompts=tuple(_prompts(array, slots)),
+        below=to_device(torch.from_numpy(below), slots.device) if below.any() else None,
+        dropped=int(below.sum()),
     )
 
 

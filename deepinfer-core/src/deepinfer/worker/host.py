@@ -115,6 +115,7 @@ class Host:
         rig = Rig(
             model=loaded.model,
             ops=loaded.ops,
+            spec=loaded.spec,
             kv=kv,
             device=device,
             slots=SlotTable(shape, device.torch_device),

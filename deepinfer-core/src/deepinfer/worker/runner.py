@@ -28,11 +28,13 @@ from deepinfer.worker.output import PromptScores, Scores, StepFuture, StepResult
 
 if TYPE_CHECKING:
     from deepinfer.api.backend import Device, OutputFuture
-    from deepinfer.api.model import KVPools, Model
+    from deepinfer.api.kv import KVSpec
+    from deepinfer.api.model import Model
     from deepinfer.api.plan import BatchPlan, RowInputs
     from deepinfer.api.speculative import Drafter, Drafts, Verifier
     from deepinfer.ops.table import OpSet
     from deepinfer.worker.batch import PlanRows
+    from deepinfer.worker.kvpool import KVPool
     from deepinfer.worker.slots import SlotTable
 
 _TILE_BYTES = 64 << 20  # logits of prompt tokens at a time
@@ -56,7 +58,8 @@ class Rig:
 
     model: Model
     ops: OpSet
-    kv: KVPools
+    spec: KVSpec
+    kv: KVPool
     device: Device
     slots: SlotTable
     drafter: Drafter
@@ -86,7 +89,7 @@ class ModelRunner:
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self._batches = BatchBuilder(rig.slots, rig.ops, rig.drafter)
+        self._batches = BatchBuilder(rig.slots, rig.ops, rig.drafter, rig.spec)
         self._pipeline = LogitsPipeline(rig.ops)
         self._open: dict[int, _OpenStep] = {}
         self._recorder: Recorder | None = None
@@ -104,6 +107,8 @@ class ModelRunner:
         """First half: run the plan's rows. It needs no token from the host."""
         began = time.perf_counter()
         rig = self._rig
+        rig.kv.copy_blocks(plan.saves)
+        rig.kv.copy_blocks(plan.restores)
         rig.slots.apply(plan)
         step = self._batches.build(plan)
         if self._recorder is not None:

@@ -49,11 +49,12 @@ class SlotTable:
     Attributes:
         tokens: int32[slots, max_len + γ + 1]: text, then drafts.
         pages: int32[slots, max_pages].
-        length, limit, seed, top_k, drafted: int64[slots]; ``drafted`` is how many drafts lie
-            behind the text.
+        length, limit, seed, top_k, drafted, floor: int64[slots]; ``drafted`` is how many drafts
+            lie behind the text, ``floor`` where late layers begin.
         temperature, top_p, min_p: float32[slots].
         params: the parameters of each slot's request, on the host.
         bound: int64[slots] on the host: no length is above it after the steps so far.
+        floors: int64[slots], ``floor`` on the host.
         version: counts admissions; what was derived from slots holds while it stands still.
     """
 
@@ -66,12 +67,14 @@ class SlotTable:
         self.tokens = tokens.view(shape.slots, self.width)  # most texts end long before max_len
         self.pages = torch.zeros((shape.slots, max_pages), dtype=torch.int32, device=device)
         # One matrix for each type, so that entering a slot is two writes.
-        self._ints = torch.zeros((5, shape.slots), dtype=torch.int64, device=device)
-        self.length, self.limit, self.seed, self.top_k, self.drafted = self._ints.unbind(0)
+        self._ints = torch.zeros((6, shape.slots), dtype=torch.int64, device=device)
+        columns = self._ints.unbind(0)
+        self.length, self.limit, self.seed, self.top_k, self.drafted, self.floor = columns
         self._floats = torch.ones((3, shape.slots), dtype=torch.float32, device=device)
         self.temperature, self.top_p, self.min_p = self._floats.unbind(0)
         self.params: list[RowParams | None] = [None] * shape.slots
         self.bound = np.zeros(shape.slots, np.int64)
+        self.floors = np.zeros(shape.slots, np.int64)
         self._limit = np.zeros(shape.slots, np.int64)
         self.version = 0
 
@@ -126,12 +129,13 @@ class SlotTable:
         text = torch.from_numpy(np.array(admit.tokens, np.int32))
         self.tokens[slot, :count] = to_device(text, self.device)
         seed = (admit.seed & ((1 << 64) - 1) ^ (1 << 63)) - (1 << 63)  # the same 64 bits, signed
-        ints = (count, admit.limit, seed, p.top_k, 0)
+        ints = (count, admit.limit, seed, p.top_k, 0, admit.floor)
         self._ints[:, slot] = to_device(torch.tensor(ints, dtype=torch.int64), self.device)
         floats = (0.0 if p.temperature < COLD else p.temperature, p.top_p, p.min_p)
         self._floats[:, slot] = to_device(torch.tensor(floats, dtype=torch.float32), self.device)
         self.params[slot] = p
         self.bound[slot], self._limit[slot] = count, admit.limit
+        self.floors[slot] = admit.floor
         self.version += 1
 
     def _write_pages(self, pages: NDArray[np.int32]) -> None:
