@@ -90,8 +90,10 @@ class WeightRule:
     among them says that experts are chosen by what this weight gives: it is never quantised.
     ``stored``: how the checkpoint stores a low-bit weight whose name ends in ``.weight`` and whose
     scales lie beside it as ``.scale``: ``fp8`` E4M3 bytes with an E8M0 scale for each 32×32 tile,
-    ``fp4`` two E2M1 values a byte with one for each row and 32 columns; ``shapes`` are those of the
-    values. ``exact``: kept in float32 whatever the engine's dtype.
+    ``fp4`` two E2M1 values a byte with one for each row and 32 columns; ``table`` E4M3 bytes with
+    one for each row and 32 columns, which stay in the file: the parameter is a
+    :class:`~deepinfer.models.deepseek_v41.tables.MappedTable`; ``shapes`` are those of the values.
+    ``exact``: kept in float32 whatever the engine's dtype.
     ``shard``: the dimension that tensor parallelism splits, or None. ``optional``: absent in some
     checkpoints (a bias); the parameter is then not loaded.
     """
@@ -104,7 +106,7 @@ class WeightRule:
     view: tuple[int, ...] | None = None
     shard: int | None = None
     optional: bool = False
-    stored: Literal["fp8", "fp4"] | None = None
+    stored: Literal["fp8", "fp4", "table"] | None = None
     exact: bool = False
 
 

@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1: its text model, described in ops."""
