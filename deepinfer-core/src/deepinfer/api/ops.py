@@ -21,6 +21,17 @@ DENSE: Final = (
 ATTENTION: Final = ("plan_attention", "kv_write", "attention")
 BLOCKS: Final = ("attention_block", "mlp_block")
 EXPERTS: Final = ("route", "permute", "grouped_linear", "moe")
+SCALED: Final = (
+    "quantize",
+    "pack_rows",
+    "unpack_rows",
+    "scaled_linear",
+    "grouped_scaled_linear",
+    "scaled_moe",
+    "scaled_moe_block",
+)
+HYPER: Final = ("hyper_mix", "hyper_collapse", "hyper_merge", "hyper_open")
+ENGRAM: Final = ("engram_rows", "engram_gate", "engram_block")
 BATCH: Final = ("expand_rows",)
 SAMPLING: Final = (
     "logit_bias",
@@ -31,4 +42,4 @@ SAMPLING: Final = (
     "logprobs",
     "accept_prefix",
 )
-OP_NAMES: Final = DENSE + ATTENTION + BLOCKS + EXPERTS + BATCH + SAMPLING
+OP_NAMES: Final = DENSE + ATTENTION + BLOCKS + EXPERTS + SCALED + HYPER + ENGRAM + BATCH + SAMPLING

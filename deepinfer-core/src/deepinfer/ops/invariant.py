@@ -1,12 +1,9 @@
 """Batch-invariant variants in plain torch: a row's bits depend on that row alone.
 
-What makes plain torch vary, measured on a CPU: a matrix product picks its kernel by the number of
-rows, and elementwise sigmoid, softplus and silu compute the last few elements of a block in scalar
-code that rounds differently. So here every product has one fixed shape (rows padded to 32, keys in
-tiles of 128 at absolute positions), every sum over a row is a fixed tree of additions, and the only
-functions are those that treat all elements alike (exp, log, log1p, tanh, square root, division).
-``tests/core/ops`` compares bits alone and in company, permuted, in chunks, on moved pages, and with
-1 and 2 threads.
+They are made of the arithmetic in ``ops.rows``: products of one fixed shape (rows padded to 32, keys
+in tiles of 128 at absolute positions), fixed trees of additions, functions that treat all elements
+alike. ``tests/core/ops`` compares bits alone and in company, permuted, in chunks, on moved pages,
+and with 1 and 2 threads.
 """
 
 from __future__ import annotations
@@ -23,13 +20,18 @@ from deepinfer.api.backend import Impl
 from deepinfer.api.ops import SAMPLING
 from deepinfer.ops.reference import moe
 from deepinfer.ops.reference.attention import AttentionPlan, weigh
+from deepinfer.ops.rows import row_sum, sigmoid, softmax, tiled
 
 ROW_EXACT: Final = frozenset(
-    {"embedding", "rope", "plan_attention", "kv_write", "permute", "expand_rows", *SAMPLING}
+    {
+        *("embedding", "rope", "plan_attention", "kv_write", "permute", "expand_rows"),
+        *("quantize", "pack_rows", "unpack_rows", "hyper_collapse", "hyper_merge"),
+        *("engram_rows", "engram_gate"),
+        *SAMPLING,
+    }
 )
-"""References that keep rows apart as they are: copies, sorts, exact elementwise arithmetic."""
+"""References that keep rows apart as they are: copies, sorts, arithmetic of ``ops.rows``."""
 
-ROWS: Final = 32
 QUERIES: Final = 16
 KEYS: Final = 128
 
@@ -44,29 +46,10 @@ def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """The reference's, in tiles of 32 rows."""
-    y = _tiled(x.float().reshape(-1, x.shape[-1]), w.float())
+    y = tiled(x.float().reshape(-1, x.shape[-1]), w.float())
     if bias is not None:
         y += bias.float()
     return y.view(*x.shape[:-1], y.shape[-1]).to(out_dtype or x.dtype)
-
-
-def _tiled(x: Tensor, w: Tensor) -> Tensor:
-    """float32 x [T, K] · wᵀ; the last tile is padded with zero rows."""
-    padded = F.pad(x, (0, 0, 0, -len(x) % ROWS))
-    out = x.new_empty((len(padded), len(w)))
-    for begin in range(0, len(padded), ROWS):
-        torch.mm(padded[begin : begin + ROWS], w.T, out=out[begin : begin + ROWS])
-    return out[: len(x)]
-
-
-def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension by halving: the order depends on its width alone."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        pairs = x[..., :half] + x[..., half : 2 * half]
-        odd = x[..., 2 * half :]
-        x = torch.cat((pairs, odd), -1) if odd.shape[-1] else pairs
-    return x[..., 0]
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -83,22 +66,13 @@ def silu_mul(x: Tensor, limit: float | None = None) -> Tensor:
     return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
 
 
-def _softmax(x: Tensor) -> Tensor:
-    weight = torch.exp(x - x.amax(-1, keepdim=True))
-    return weight / row_sum(weight)[..., None]
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
 def _sqrtsoftplus(x: Tensor) -> Tensor:
     return torch.sqrt(x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
 
 
 _SCORES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "softmax": _softmax,
-    "sigmoid": _sigmoid,
+    "softmax": softmax,
+    "sigmoid": sigmoid,
     "sqrtsoftplus": _sqrtsoftplus,
 }
 
@@ -117,7 +91,7 @@ def grouped_linear(
     y = x.new_zeros((len(x), w.shape[1]), dtype=out_dtype or x.dtype)
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         if begin < end:
-            y[begin:end] = _tiled(x[begin:end].float(), w[expert].float()).to(y.dtype)
+            y[begin:end] = tiled(x[begin:end].float(), w[expert].float()).to(y.dtype)
     return y
 
 
@@ -148,7 +122,7 @@ def attention(
             first = kv_len - q_len + begin
             o[rows], lse[rows] = _attend(q[rows], keys, values, first, (scale, window, softcap))
     if sink is not None:
-        o *= _sigmoid(lse - sink)[..., None]
+        o *= sigmoid(lse - sink)[..., None]
     return o.to(q.dtype), lse
 
 

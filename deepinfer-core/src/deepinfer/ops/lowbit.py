@@ -40,9 +40,18 @@ class BlockScaled:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
+    def __len__(self) -> int:
+        return len(self.codes)
+
     def __getitem__(self, index: int) -> BlockScaled:
         """One expert of a stack."""
         return BlockScaled(self.codes[index], self.scales[index], self.kind)
+
+    def rows(self, begin: int, end: int) -> BlockScaled:
+        """Output rows ``begin … end−1`` of a weight [N, K]; ``begin`` a multiple of 32."""
+        assert begin % TILE == 0
+        tiles = slice(begin // TILE, -(-end // TILE)) if self.kind == "fp8" else slice(begin, end)
+        return BlockScaled(self.codes[begin:end], self.scales[tiles], self.kind)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values; exact in float32 and bfloat16."""

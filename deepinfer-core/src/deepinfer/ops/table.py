@@ -17,6 +17,10 @@ from typing import Any, TypeVar
 
 from deepinfer.api.backend import Impl, OpContext
 from deepinfer.errors import PluginError
+from deepinfer.ops.lowbit import BlockScaled
+
+DENSE_READERS = frozenset({"linear", "grouped_linear", "embedding", "route"})
+"""Ops whose weights are tensors, or what a backend made of one."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _TABLE: dict[str, OpSpec] = {}
@@ -88,7 +92,10 @@ class OpSet:
         """A loaded weight into what the ops that read it take.
 
         The first use that has a ``prepare`` decides: a composite before the ops it is written in.
-        Without uses (a bias, which goes beside a weight) it stays a tensor.
+        Without uses (a bias, which goes beside a weight) it stays a tensor. A ``BlockScaled``
+        weight is shown only to ops that take one, so not to ``linear``.
         """
-        prepare = next((self._prepare[name] for name in uses if name in self._prepare), None)
+        hidden = DENSE_READERS if isinstance(weight, BlockScaled) else frozenset()
+        asked = (self._prepare.get(name) for name in uses if name not in hidden)
+        prepare = next(filter(None, asked), None)
         return weight if prepare is None else prepare(weight, frozenset(uses))

@@ -29,8 +29,9 @@ def route(
     """Choose k experts per token.
 
     logits float32[T, E]; score "softmax" | "sigmoid" | "sqrtsoftplus". Choice by score + bias
-    (float32[E]), highest first, ties to the lower id; weights from the score alone, divided by
-    their sum if ``renorm``, then times ``scale``. Returns (ids int32[T, k], weights float32[T, k]).
+    (float32[E], or [T, E] where tokens differ), highest first, ties to the lower id; weights from
+    the score alone, divided by their sum + 1e−20 if ``renorm``, then times ``scale``. Returns (ids
+    int32[T, k], weights float32[T, k]).
     """
     scores = _SCORES[score](logits)
     return select(scores, bias, k, renorm, scale)
@@ -47,7 +48,7 @@ def select(
         total = weights[:, 0]
         for slot in range(1, k):
             total = total + weights[:, slot]
-        weights = weights / total[:, None]
+        weights = weights / (total + 1e-20)[:, None]
     return ids.int(), weights * scale
 
 
