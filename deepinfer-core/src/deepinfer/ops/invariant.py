@@ -1,9 +1,9 @@
 """Batch-invariant variants in plain torch: a row's bits depend on that row alone.
 
-They are made of the arithmetic in ``ops.rows``: products of one fixed shape (rows padded to 32, keys
-in tiles of 128 at absolute positions), fixed trees of additions, functions that treat all elements
-alike. ``tests/core/ops`` compares bits alone and in company, permuted, in chunks, on moved pages,
-and with 1 and 2 threads.
+They are made of the arithmetic in ``ops.rows``: products of one fixed shape (rows padded to 32,
+keys in tiles of 128 at absolute positions), fixed trees of additions, functions that treat all
+elements alike. ``tests/core/ops`` compares bits alone and in company, permuted, in chunks, on moved
+pages, and with 1 and 2 threads.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from deepinfer.ops.table import op
 class EngramHash(NamedTuple):
     """Constants of L Engram layers, N-grams of 2 … N tokens and h heads each.
 
-    ``token_map`` int64[V]: compressed ids; ``multipliers`` int64[L, N]; ``primes`` int64[L, N−1, h]:
-    rows of each bucket; ``offsets`` int64[L, (N−1)·h]: its first row in the layer's table. ``pad``
-    is the compressed id of what is out of reach, ``image`` the token id of image spans (−1: none).
+    ``token_map`` int64[V]: compressed ids; ``multipliers`` int64[L, N]; ``primes`` int64[L, N−1,
+    h]: rows of each bucket; ``offsets`` int64[L, (N−1)·h]: its first row in the layer's table.
+    ``pad`` is the compressed id of what is out of reach, ``image`` the token id of image spans (−1:
+    none).
     """
 
     token_map: Tensor
@@ -41,7 +42,7 @@ def engram_rows(tokens: Tensor, history: Tensor, constants: EngramHash) -> Tenso
     ``R_0 = c_0·M_0``, ``R_i = R_{i−1} xor c_i·M_i`` in wrapping int64 (never negative), row =
     ``R_i mod prime + offset``.
     """
-    layers, size = constants.multipliers.shape
+    size = constants.multipliers.shape[1]
     ids = torch.cat((tokens[:, None], history[:, : size - 1]), 1)
     blocked = ((ids < 0) | (ids == constants.image)).cummax(1).values
     compressed = torch.where(blocked, constants.pad, constants.token_map[ids.clamp(min=0)])
