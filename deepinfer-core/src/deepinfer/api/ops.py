@@ -31,6 +31,13 @@ SCALED: Final = (
     "scaled_moe_block",
 )
 HYPER: Final = ("hyper_mix", "hyper_collapse", "hyper_merge", "hyper_open")
+LATENT: Final = (
+    "latent_write",
+    "compress",
+    "select_sparse",
+    "latent_attention",
+    "latent_attention_block",
+)
 ENGRAM: Final = ("engram_rows", "engram_gate", "engram_block")
 BATCH: Final = ("expand_rows",)
 SAMPLING: Final = (
@@ -42,4 +49,6 @@ SAMPLING: Final = (
     "logprobs",
     "accept_prefix",
 )
-OP_NAMES: Final = DENSE + ATTENTION + BLOCKS + EXPERTS + SCALED + HYPER + ENGRAM + BATCH + SAMPLING
+OP_NAMES: Final = (
+    DENSE + ATTENTION + BLOCKS + EXPERTS + SCALED + HYPER + LATENT + ENGRAM + BATCH + SAMPLING
+)

@@ -7,9 +7,11 @@ from deepinfer.ops.reference import (
     dense,
     engram,
     hyper,
+    latent,
     moe,
     sample,
     scaled,
+    sparse,
 )
 
 __all__ = [
@@ -19,7 +21,9 @@ __all__ = [
     "dense",
     "engram",
     "hyper",
+    "latent",
     "moe",
     "sample",
     "scaled",
+    "sparse",
 ]

@@ -1,0 +1,274 @@
+"""Which compressed entries a query reads: scores of index keys, candidate blocks, the best k.
+
+DeepSeek-V4.1's indexer (specification 3.7 to 3.9). A request's entry j stands for tokens
+``j·ratio … (j+1)·ratio−1`` and is visible to a query at p iff ``j < (p+1) // ratio``. Index queries
+and keys are quantised to FP4 in groups of 32 with power-of-two scales, so the products of a group
+add up exactly in float32 in any order: a score has the same bits however its row and key are
+tiled, and the groups and heads are then added one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepinfer.api.model import DeviceBatch
+from deepinfer.ops.lowbit import TILE
+from deepinfer.ops.table import op
+
+INDEX: Final = "mxfp4"  # how index keys and queries are quantised
+_ROWS: Final = 64
+_KEYS: Final = 2048
+_SCRATCH: Final = 1 << 22  # elements that one intermediate of a tile may have
+
+
+class Blocks(NamedTuple):
+    """The first level of a two-level index: ``count`` blocks of ``size`` entries are kept."""
+
+    count: int
+    size: int
+
+
+class Picks(NamedTuple):
+    """int32, ascending, −1 where there are fewer: ``entries`` [T, k] of the row's request,
+    ``blocks`` [T, count] that later indexers choose from, None where none were asked for.
+    """
+
+    entries: Tensor
+    blocks: Tensor | None = None
+
+
+def entry_slots(batch: DeviceBatch, per_page: int, request: Tensor, entries: Tensor) -> Tensor:
+    """Flat places of entries in a growing group's cache. request int64[n], entries int64[n, m]."""
+    assert batch.requests is not None
+    table = batch.requests.block_table
+    page = (entries // per_page).clamp(0, table.shape[1] - 1)
+    return table[request[:, None], page].long() * per_page + entries % per_page
+
+
+def read_entries(ops: Any, cache: Tensor, slots: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Entries at flat places, as values: slots int64[...] -> [..., d]."""
+    found = cache.flatten(0, 1)[slots]
+    if found.dtype != torch.uint8:
+        return found.to(dtype)
+    values: Tensor = ops.unpack_rows(found, kind, dtype)
+    return values
+
+
+@op
+def select_sparse(
+    ops: Any,
+    q: Tensor,
+    w: Tensor,
+    cache: Tensor,
+    batch: DeviceBatch,
+    ratio: int,
+    k: int,
+    publish: Blocks | None = None,
+    candidates: Picks | None = None,
+    block_size: int = 0,
+) -> Picks:
+    """The k visible entries of each row with the highest score, ties to the lowest entry.
+
+    q [T, HI, DI]: rotated and quantised queries, w float32[T, HI]; cache [pages, per_page, width]:
+    index keys, records of kind mxfp4 or bfloat16 values; ``score = Σ_h w_h · relu(q_h · key)`` in
+    float32, heads in ascending order.
+
+    ``publish``: also keep the best blocks by the highest score in them; the block of the newest
+    visible entry is always among them. ``candidates``: choose only from these blocks of
+    ``block_size`` entries. An entry whose score is −∞ is never chosen. Rows that no request owns
+    choose nothing. Scratch memory does not grow with T; it does with the longest request.
+    """
+    found = _Found.empty(len(q), k, publish, q.device)
+    assert batch.requests is not None
+    bounds = batch.requests.cu_q.tolist()
+    for request, (begin, end) in enumerate(pairwise(bounds)):
+        if begin == end:
+            continue
+        visible = (batch.positions[begin:end] + 1) // ratio
+        keys = _Keys(ops, cache, batch, request)
+        blocks = None if candidates is None else candidates.blocks
+        for rows in _tiles(begin, end, int(visible.max())):
+            seen = visible[rows.start - begin : rows.stop - begin]
+            level = None if blocks is None else blocks[rows].long()
+            _select(found, rows, (q[rows], w[rows]), seen, keys, level, block_size)
+    return Picks(found.entries, found.blocks)
+
+
+class _Found(NamedTuple):
+    """What is filled in, tile by tile."""
+
+    entries: Tensor
+    blocks: Tensor | None
+    publish: Blocks | None
+
+    @classmethod
+    def empty(cls, rows: int, k: int, publish: Blocks | None, device: torch.device) -> _Found:
+        def none(width: int) -> Tensor:
+            return torch.full((rows, width), -1, dtype=torch.int32, device=device)
+
+        return cls(none(k), None if publish is None else none(publish.count), publish)
+
+
+class _Keys:
+    """A request's index keys, dequantised once, as far as they were asked for."""
+
+    def __init__(self, ops: Any, cache: Tensor, batch: DeviceBatch, request: int) -> None:
+        self._ops = ops
+        self._cache = cache
+        self._batch = batch
+        self._request = torch.tensor([request], device=cache.device)
+        self._known: list[Tensor] = []
+
+    def tile(self, number: int) -> Tensor:
+        """bfloat16[_KEYS, DI], exact; entries from number·_KEYS on, anything behind the text."""
+        while len(self._known) <= number:
+            begin = len(self._known) * _KEYS
+            entries = torch.arange(begin, begin + _KEYS, device=self._cache.device)
+            self._known.append(self.at(entries[None], torch.bfloat16)[0])
+        return self._known[number]
+
+    def at(self, entries: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Entries int64[n, m] -> [n, m, DI]."""
+        request = self._request.expand(len(entries))
+        slots = entry_slots(self._batch, self._cache.shape[1], request, entries)
+        return read_entries(self._ops, self._cache, slots, INDEX, dtype)
+
+
+def _tiles(begin: int, end: int, entries: int) -> Iterator[slice]:
+    rows = max(1, min(_ROWS, _SCRATCH // max(entries, 1)))
+    for first in range(begin, end, rows):
+        yield slice(first, min(first + rows, end))
+
+
+def _select(
+    found: _Found,
+    rows: slice,
+    query: tuple[Tensor, Tensor],
+    visible: Tensor,
+    keys: _Keys,
+    level: Tensor | None,
+    size: int,
+) -> None:
+    """One tile of one request's rows. Bits do not depend on which of the ways is taken."""
+    k, most = found.entries.shape[1], int(visible.max())
+    if level is not None and level.shape[1] * size < most:
+        _select_among(found, rows, query, visible, keys, level, size)
+        return
+    entry = torch.arange(most, device=visible.device)
+    shown = entry < visible[:, None]
+    publish = found.publish
+    blocks = 0 if publish is None else -(-most // publish.size)
+    if most <= k and (publish is None or blocks <= publish.count):
+        scores = torch.where(shown, 0.0, -torch.inf)  # all are chosen, whatever they score
+    else:
+        scores = _scores(query, keys, most).masked_fill(~shown, -torch.inf)
+    if level is not None:
+        scores = scores.masked_fill(~_members(level, size, most), -torch.inf)
+    found.entries[rows] = places(best(scores, k), k)
+    if publish is not None and found.blocks is not None:
+        found.blocks[rows] = _best_blocks(scores, visible, publish)
+
+
+def _select_among(
+    found: _Found,
+    rows: slice,
+    query: tuple[Tensor, Tensor],
+    visible: Tensor,
+    keys: _Keys,
+    level: Tensor,
+    size: int,
+) -> None:
+    """The same where few blocks remain: only their keys are read and scored."""
+    q, w = query
+    k, width = found.entries.shape[1], level.shape[1] * size
+    step = max(1, _SCRATCH // (width * q.shape[2]))
+    for begin in range(0, len(q), step):
+        part = slice(begin, begin + step)
+        block = level[part]
+        entry = (block[..., None] * size + torch.arange(size, device=q.device)).flatten(1)
+        shown = (block >= 0).repeat_interleave(size, 1) & (entry < visible[part, None])
+        entry = torch.where(shown, entry, 0)
+        scores = _weigh(_dots(q[part], keys.at(entry)), w[part]).masked_fill(~shown, -torch.inf)
+        at = places(best(scores, k), k).long()
+        chosen = torch.where(at >= 0, entry.gather(1, at.clamp(min=0)), -1)
+        first = rows.start + begin
+        found.entries[first : first + len(at)] = chosen.int()
+
+
+def _scores(query: tuple[Tensor, Tensor], keys: _Keys, entries: int) -> Tensor:
+    """float32[r, entries]."""
+    q, w = query
+    scores = q.new_empty((len(q), entries), dtype=torch.float32)
+    for number in range(-(-entries // _KEYS)):
+        begin = number * _KEYS
+        tile = keys.tile(number)[: entries - begin].float()
+        scores[:, begin : begin + _KEYS] = _weigh(_dots(q, tile), w)
+    return scores
+
+
+def _dots(q: Tensor, keys: Tensor) -> Tensor:
+    """q [r, HI, DI] with keys [m, DI], or each row's own [r, m, DI] -> float32[r, HI, m]."""
+    total: Tensor | None = None
+    for begin in range(0, q.shape[2], TILE):
+        one, two = q[..., begin : begin + TILE].float(), keys[..., begin : begin + TILE]
+        part = one @ two.transpose(-1, -2)  # exact, see above
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _weigh(dots: Tensor, w: Tensor) -> Tensor:
+    """Σ_h w[r, h] · relu(dots[r, h, m]), head after head."""
+    dots = dots.clamp_(min=0)
+    total = dots[:, 0] * w[:, :1]
+    for head in range(1, w.shape[1]):
+        total += dots[:, head] * w[:, head : head + 1]
+    return total
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """bool[r, n]: the k highest of each row, ties to the lowest place, −∞ never. No sort of n."""
+    finite = scores > -torch.inf
+    if scores.shape[1] <= k:
+        return finite
+    kth = torch.topk(scores, k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, tied = scores > kth, scores == kth
+    room = k - above.sum(-1, keepdim=True)
+    if bool((tied.sum(-1, keepdim=True) > room).any()):
+        tied &= tied.cumsum(-1, dtype=torch.int32) <= room
+    return (above | tied) & finite
+
+
+def places(chosen: Tensor, k: int) -> Tensor:
+    """bool[r, n] with at most k true in a row -> int32[r, k]: where, ascending, then −1."""
+    counts = chosen.sum(-1)
+    row, at = chosen.nonzero(as_tuple=True)
+    slot = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    out = torch.full((len(chosen), k), -1, dtype=torch.int32, device=chosen.device)
+    out[row, slot] = at.int()
+    return out
+
+
+def _members(level: Tensor, size: int, entries: int) -> Tensor:
+    """Blocks int64[r, c] -> bool[r, entries]: whether an entry lies in one of its row's."""
+    count = -(-entries // size)
+    kept = torch.zeros((len(level), count + 1), dtype=torch.bool, device=level.device)
+    kept.scatter_(1, torch.where((level >= 0) & (level < count), level, count), True)
+    return kept[:, :count].repeat_interleave(size, 1)[:, :entries]
+
+
+def _best_blocks(scores: Tensor, visible: Tensor, publish: Blocks) -> Tensor:
+    """int32[r, count]: blocks by the highest score in them, the newest visible entry's first."""
+    size = publish.size
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
+    top = padded.view(len(scores), -1, size).amax(-1)
+    if top.shape[1]:
+        newest = (visible - 1).clamp(min=0) // size
+        forced = torch.where(visible > 0, torch.inf, -torch.inf)[:, None]
+        top.scatter_(1, newest[:, None], torch.maximum(forced, top.gather(1, newest[:, None])))
+    return places(best(top, publish.count), publish.count)
