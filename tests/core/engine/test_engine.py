@@ -28,8 +28,8 @@ from deepinfer.testing.toy import ToyGrammar, ToyGrammarBackend
         (range(70), {"limit": 90}, "max_model_len", "max_model_len=64"),
         ((1, 2), {"limit": 65}, "max_model_len", "65"),
         ((1, 2), {"limit": 2}, "max_model_len", "limit of 2"),
-        ((1, 17), {}, "prompt", "id 17 is not in the vocabulary (0 … 16)"),
-        ((1, -1), {}, "prompt", "id -1"),
+        ((1, 17), {}, "prompt_token_ids", "id 17 is outside the vocabulary (0 … 16)"),
+        ((1, -1), {}, "prompt_token_ids", "id -1"),
     ],
 )
 def test_what_can_never_run_is_refused(lab, prompt, options, setting, words):

@@ -34,7 +34,7 @@ def test_bounds_become_absolute_and_whole():
     [("stop_token_ids", [17]), ("logit_bias", {99: 1.0}), ("allowed_token_ids", [3, -1])],
 )
 def test_ids_outside_the_vocabulary_are_named(field, value):
-    with pytest.raises(InvalidRequestError, match=r"not in the vocabulary \(0 … 16\)") as error:
+    with pytest.raises(InvalidRequestError, match=r"outside the vocabulary \(0 … 16\)") as error:
         convert(**{field: value})
     assert error.value.setting == field
 

@@ -88,7 +88,7 @@ def test_answers_and_calls(started):
     (profile,) = executor.call("profile")
     assert profile["steps"] == 3 and profile["forward"] > 0
     assert {"open", "weights", "kv", "total"} <= set(executor.startup)
-    with pytest.raises(ConfigError, match="there are trace, memory, profile"):
+    with pytest.raises(ConfigError, match="there are trace, memory, profile, ops"):
         executor.call("explode")
     executor.forward(decode_plan(3))
     future = executor.sample(3, None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepinfer.api.plan import DECODE, RowInputs, RowParams
-from deepinfer.engine.request import Status
+from deepinfer.engine.request import Status, in_vocabulary
 from deepinfer.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def to_row_params(
     ``encode`` turns a text into ids without special tokens; only ``bad_words`` need it.
     """
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
-    _in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
-    _in_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
-    _in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
+    in_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
+    in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     allowed = params.allowed_token_ids
     return RowParams(
         prompt_len=prompt_len,
@@ -72,15 +72,6 @@ def _count(asked: int | None, vocab_size: int) -> int:
     return vocab_size if asked < 0 else min(asked, vocab_size)
 
 
-def _in_vocabulary(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"{field}: id {token} is not in the vocabulary (0 … {vocab_size - 1}).",
-                setting=field,
-            )
-
-
 def _bad_words(
     words: Sequence[str], vocab_size: int, encode: Encode | None
 ) -> tuple[tuple[int, ...], ...]:
@@ -105,7 +96,7 @@ def _bad_words(
             found[spaced] = None
     spellings = tuple(ids for ids in found if ids)
     for ids in spellings:
-        _in_vocabulary("bad_words", ids, vocab_size)
+        in_vocabulary("bad_words", ids, vocab_size)
     return spellings
 
 

@@ -8,7 +8,7 @@ host, so the host knows a text's length only as bounds ``lo <= length <= hi``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -187,13 +187,9 @@ def check_request(request: Request, facts: ModelFacts) -> None:
             setting="max_model_len",
             next_step="The prompt must leave room for one token at least.",
         )
-    low, high = min(request.token_ids), max(request.token_ids)
-    if low < 0 or high >= facts.vocab_size:
-        raise InvalidRequestError(
-            f"Request {request.id}: prompt id {low if low < 0 else high} is not in the vocabulary "
-            f"(0 … {facts.vocab_size - 1}).",
-            setting="prompt",
-        )
+    in_vocabulary(
+        "prompt_token_ids", request.token_ids, facts.vocab_size, f"Request {request.id}: "
+    )
     need = -(-request.limit // facts.page_size)
     if need > facts.num_pages:
         per_page = facts.page_size * facts.kv.bytes_per_token
@@ -203,4 +199,17 @@ def check_request(request: Request, facts: ModelFacts) -> None:
             f"({facts.num_pages * per_page} bytes).",
             setting="kv_cache_memory",
             next_step=f"Set kv_cache_memory to {need * per_page} or more, or lower max_tokens.",
+        )
+
+
+def in_vocabulary(field: str, ids: Collection[int], vocab_size: int, whose: str = "") -> None:
+    """Refuse ids that the model does not have, naming the field, the first such id and the bound.
+
+    The one place for the prompt's ids and for those in parameters, at whichever door they enter.
+    """
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise InvalidRequestError(
+            f"{whose}{field}: id {wrong} is outside the vocabulary (0 … {vocab_size - 1}).",
+            setting=field,
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from deepinfer.api.plan import Request
 from deepinfer.engine.logits import to_row_params
-from deepinfer.engine.request import mix
+from deepinfer.engine.request import in_vocabulary, mix
 from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.sampling_params import SamplingParams
 
@@ -146,7 +146,7 @@ class Preparer:
         rank = _rank(priority)
         text, ids = self._ids(prompt)
         self._check_length(ids)
-        self._check_ids(ids, params)
+        in_vocabulary("prompt_token_ids", ids, self._vocab)
         arrival, seed = self._clock(), self._seed_of(params)
         limit = self._limit(len(ids), params)
         row = to_row_params(params, len(ids), self._eos_ids, self._vocab, self._encode)
@@ -216,20 +216,6 @@ class Preparer:
                 setting="max_model_len",
                 next_step="Shorten the prompt, or raise max_model_len if the model allows it.",
             )
-
-    def _check_ids(self, ids: Sequence[int], params: SamplingParams) -> None:
-        self._in_vocabulary("prompt_token_ids", ids)
-        self._in_vocabulary("stop_token_ids", params.stop_token_ids)
-        self._in_vocabulary("logit_bias", params.logit_bias or ())
-        self._in_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-
-    def _in_vocabulary(self, name: str, ids: Iterable[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self._vocab:
-                raise InvalidRequestError(
-                    f"{name}: id {token} is outside the vocabulary (0 … {self._vocab - 1}).",
-                    setting=name,
-                )
 
     def _limit(self, prompt_len: int, params: SamplingParams) -> int:
         if params.max_tokens is None:

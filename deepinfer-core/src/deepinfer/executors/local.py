@@ -86,7 +86,7 @@ class LocalExecutor:
         return _Output(answer)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """``trace`` with a recorder or None, ``memory``, ``profile``: see ``worker.host.Host``."""
+        """``trace`` with a recorder or None, ``memory``, ``profile``, ``ops``; see ``Host``."""
         host = self._running()
         return [self._ask(lambda: host.call(method, *args))]
 

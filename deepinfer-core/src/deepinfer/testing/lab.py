@@ -179,8 +179,9 @@ class Lab:
 
     @property
     def ops(self) -> OpSet:
-        """The loaded model's ops. A look behind the executor that only a test bench may take."""
-        ops: OpSet = self._parts.executor._host.runner._rig.ops  # type: ignore[attr-defined]
+        """The loaded model's ops, to be wrapped; their executor must run in this process."""
+        ops: OpSet
+        (ops,) = self._parts.executor.call("ops")
         return ops
 
     def check(self, cases: Sequence[Case], conditions: Sequence[Condition]) -> list[Finding]:

@@ -140,7 +140,7 @@ class Host:
         return cls(facts, ModelRunner(rig), device, kv, times)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Rare calls by name: ``trace``, ``memory``, ``profile``."""
+        """Rare calls by name: ``trace``, ``memory``, ``profile``, ``ops``."""
         calls: dict[str, Callable[..., Any]] = {
             "trace": self.runner.trace,
             "memory": self.memory,
@@ -148,6 +148,7 @@ class Host:
         }
         if method not in calls:
             raise ConfigError(f"There is no call {method!r}; there are {', '.join(calls)}.")
+            "ops": self.runner.ops,
         return calls[method](*args)
 
     def memory(self) -> dict[str, int]:

@@ -95,6 +95,10 @@ class ModelRunner:
         self._recorder: Recorder | None = None
         self.seconds = {"forward": 0.0, "sample": 0.0, "steps": 0.0}
 
+    def ops(self) -> OpSet:
+        """What the model was built from: who puts wrappers in sees every call of every step."""
+        return self._rig.ops
+
     def trace(self, recorder: Recorder | None) -> None:
         """Let a recorder watch every step from here on; None ends it."""
         self._recorder = recorder
