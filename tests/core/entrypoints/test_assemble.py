@@ -6,7 +6,7 @@ import logging
 import threading
 
 import pytest
-from deepinfer import LLM, SamplingParams
+from deepinfer import LLM, AsyncLLM, SamplingParams
 from deepinfer.config import EngineConfig
 from deepinfer.entrypoints.assemble import StartupTimes, assemble
 from deepinfer.testing.tiny import write_tiny_checkpoint
@@ -90,11 +90,50 @@ def test_the_variable_makes_it_invariant_and_the_argument_wins(model, monkeypatc
         assert llm.assembly.config.batch_invariant is False
 
 
-def test_every_argument_of_the_configuration_is_an_argument_of_llm():
+@pytest.mark.parametrize("door", [LLM, AsyncLLM])
+def test_every_argument_of_the_configuration_is_an_argument_of_both_doors(door):
     import inspect
 
-    given = set(inspect.signature(LLM.__init__).parameters) - {"self"}
-    assert given == set(EngineConfig.model_fields)
+    arguments = inspect.signature(door).parameters
+    assert list(arguments) == list(EngineConfig.model_fields)
+    ours = {n: f.default for n, f in EngineConfig.model_fields.items() if not f.is_required()}
+    theirs = {n: arguments[n].default for n in ours}
+    # None leaves it to the environment; a fresh mapping each time
+    assert {**theirs, "batch_invariant": False, "plugin_config": None} == {
+        **ours,
+        "plugin_config": None,
+    }
+
+
+@pytest.mark.parametrize("door", [LLM, AsyncLLM])
+def test_both_doors_hand_every_argument_on(door, monkeypatch):
+    """A value that is not the default, for every field, arrives in the configuration."""
+    other = {
+        "dtype": "bfloat16", "device": "cpu", "quantization": "int8", "kv_cache_dtype": "packed",
+        "generation_config": "none", "gpu_memory_utilization": 0.5, "disable_plugins": ("x",),
+        "plugin_config": {"x": {"y": 1}}, "max_model_len": 7, "max_num_seqs": 8,
+        "max_num_batched_tokens": 9, "page_size": 32, "kv_cache_memory": 10, "seed": 11,
+        "num_threads": 12,
+    }  # fmt: skip
+    for name, field in EngineConfig.model_fields.items():
+        if name.endswith("parallel_size"):
+            other[name] = 1  # nothing else is built
+        elif isinstance(field.default, bool):
+            other[name] = not field.default
+        else:
+            other.setdefault(name, f"a {name}")
+    monkeypatch.setattr("deepinfer.entrypoints.front.assemble", _Stop)
+    with pytest.raises(_Stop) as caught:
+        door(**other)
+    assert caught.value.args[0] == EngineConfig(**other)
+
+
+class _Stop(Exception):
+    """In place of ``assemble``: shows what it was given."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        raise self
 
 
 def test_stage_times_are_kept_when_a_stage_fails():

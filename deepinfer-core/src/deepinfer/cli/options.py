@@ -111,20 +111,21 @@ def open_llm(engine: dict[str, Any]) -> Any:
     """An ``LLM`` from the engine's options."""
     from deepinfer.entrypoints.llm import LLM
 
-    config = engine_config(engine)
-    fetch_demo(config.model)
-    with doing(f"loading {config.model}"):
-        return LLM.from_config(config)
+    return _opened(LLM, engine)
 
 
 def open_async_llm(engine: dict[str, Any]) -> Any:
     """An ``AsyncLLM`` from the engine's options."""
     from deepinfer.entrypoints.async_llm import AsyncLLM
 
+    return _opened(AsyncLLM, engine)
+
+
+def _opened(door: Any, engine: dict[str, Any]) -> Any:
     config = engine_config(engine)
     fetch_demo(config.model)
     with doing(f"loading {config.model}"):
-        return AsyncLLM(config)
+        return door.from_config(config)
 
 
 def fetch_demo(model: str) -> None:

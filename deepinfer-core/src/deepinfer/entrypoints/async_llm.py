@@ -8,30 +8,24 @@ cancelled, closed or collected ends its requests.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepinfer.api.plan import Delta
-from deepinfer.config import EngineConfig
-from deepinfer.entrypoints.assemble import Assembly, assemble
-from deepinfer.entrypoints.driver import Driver
+from deepinfer.entrypoints.assemble import Assembly
+from deepinfer.entrypoints.front import FrontDoor
 from deepinfer.entrypoints.inputs import Message, Prepared, Prompt
 from deepinfer.entrypoints.outputs import Gathering, RequestOutput
 from deepinfer.errors import InvalidRequestError
 from deepinfer.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from deepinfer.tokenizer import Tokenizer
 
-
-class AsyncLLM:
+class AsyncLLM(FrontDoor):
     """A model that streams to any number of coroutines of one or several event loops.
 
-    Args:
-        config: what :meth:`EngineConfig.make` gives, or a model's name for all defaults.
+    Args: those of :class:`deepinfer.config.EngineConfig`, as for ``LLM``.
 
     Example:
         >>> async with AsyncLLM("demo") as llm:
@@ -39,27 +33,12 @@ class AsyncLLM:
         ...         print(output.text)
     """
 
-    def __init__(self, config: EngineConfig | str) -> None:
-        if isinstance(config, str):
-            config = EngineConfig.make(model=config)
-        self._open(assemble(config))
-
-    @classmethod
-    def from_assembly(cls, assembly: Assembly) -> AsyncLLM:
-        """From parts put together elsewhere."""
-        llm = cls.__new__(cls)
-        llm._open(assembly)
-        return llm
-
     def _open(self, assembly: Assembly) -> None:
-        self.assembly = assembly
-        self._driver = Driver(assembly.engine)
-        self._ids = itertools.count()
+        super()._open(assembly)
         self._streams: dict[str, _Stream] = {}
         self._switchboards: weakref.WeakKeyDictionary[Any, _Switchboard] = (
             weakref.WeakKeyDictionary()
         )
-        self._finalizer = weakref.finalize(self, self._driver.close)
 
     async def generate(
         self,
@@ -131,15 +110,6 @@ class AsyncLLM:
         if stream is not None:
             self._driver.abort(stream.ids)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        tokenizer: Tokenizer = self.assembly.tokenizer
-        return tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What calls without parameters use."""
-        return self.assembly.default_params
-
     def get_num_unfinished_requests(self) -> int:
         """Requests (samples) that have not ended."""
         return self._driver.unfinished
@@ -160,14 +130,9 @@ class AsyncLLM:
         self._driver.check()
 
     async def shutdown(self, timeout: float | None = None) -> None:
-        """End what runs and give everything back, without blocking the event loop."""
+        """``close()`` without blocking the event loop."""
         self._finalizer.detach()
         await asyncio.to_thread(self._driver.close, timeout)
-
-    def close(self, timeout: float | None = None) -> None:
-        """The same, blocking."""
-        self._finalizer.detach()
-        self._driver.close(timeout)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

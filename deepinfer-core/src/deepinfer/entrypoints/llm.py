@@ -6,26 +6,20 @@ engine's thread (``driver``), waits, and gathers deltas (``outputs``). ``AsyncLL
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from deepinfer.api.plan import Delta
-from deepinfer.config import EngineConfig
-from deepinfer.entrypoints.assemble import Assembly, assemble
-from deepinfer.entrypoints.driver import Driver, Gate
+from deepinfer.entrypoints.driver import Gate
+from deepinfer.entrypoints.front import FrontDoor
 from deepinfer.entrypoints.inputs import Message, Prepared, Prompt, as_list, one_each, shown
 from deepinfer.entrypoints.outputs import Gathering, RequestOutput, failed_output
 from deepinfer.errors import ConfigError, InvalidRequestError
 from deepinfer.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from deepinfer.tokenizer import Tokenizer
 
-
-class LLM:
+class LLM(FrontDoor):
     """A model, ready to generate.
 
     The engine lives in this process. ``close()``, leaving a ``with`` block or dropping the object
@@ -39,89 +33,6 @@ class LLM:
         >>> with LLM("demo") as llm:
         ...     print(llm.generate("The capital of France is")[0].text)
     """
-
-    def __init__(
-        self,
-        model: str,
-        tokenizer: str | None = None,
-        *,
-        revision: str | None = None,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        backend: str | None = None,
-        device: Literal["cpu", "cuda", "npu"] | None = None,
-        quantization: Literal["int8"] | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        page_size: int = 16,
-        kv_cache_memory: int | str | None = None,
-        gpu_memory_utilization: float = 0.9,
-        seed: int | None = 0,
-        batch_invariant: bool | None = None,
-        enable_prefix_caching: bool = True,
-        overlap: bool = True,
-        scheduling_policy: str = "fcfs",
-        executor: str = "local",
-        num_threads: int | None = None,
-        generation_config: Literal["auto", "none"] = "auto",
-        trust_remote_code: bool = False,
-        tensor_parallel_size: int = 1,
-        expert_parallel_size: int = 1,
-        data_parallel_size: int = 1,
-        context_parallel_size: int = 1,
-        disable_plugins: Sequence[str] = (),
-        plugin_config: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        config = EngineConfig.make(
-            model=model,
-            tokenizer=tokenizer,
-            revision=revision,
-            dtype=dtype,
-            backend=backend,
-            device=device,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            page_size=page_size,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            seed=seed,
-            batch_invariant=batch_invariant,
-            enable_prefix_caching=enable_prefix_caching,
-            overlap=overlap,
-            scheduling_policy=scheduling_policy,
-            executor=executor,
-            num_threads=num_threads,
-            generation_config=generation_config,
-            trust_remote_code=trust_remote_code,
-            tensor_parallel_size=tensor_parallel_size,
-            expert_parallel_size=expert_parallel_size,
-            data_parallel_size=data_parallel_size,
-            context_parallel_size=context_parallel_size,
-            disable_plugins=tuple(disable_plugins),
-            plugin_config=dict(plugin_config or {}),
-        )
-        self._open(assemble(config))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
-        """From a configuration made elsewhere."""
-        return cls.from_assembly(assemble(config))
-
-    @classmethod
-    def from_assembly(cls, assembly: Assembly) -> LLM:
-        """From parts put together elsewhere (tests, embedders with an executor of their own)."""
-        llm = cls.__new__(cls)
-        llm._open(assembly)
-        return llm
-
-    def _open(self, assembly: Assembly) -> None:
-        self.assembly = assembly
-        self._driver = Driver(assembly.engine)
-        self._ids = itertools.count()
-        # Runs when this object is dropped and at exit; the driver knows nothing of the LLM.
-        self._finalizer = weakref.finalize(self, self._driver.close)
 
     def generate(
         self,
@@ -211,18 +122,6 @@ class LLM:
                 asked.append(why)
         return self._generate(asked, sampling_params, None, use_tqdm)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: ``encode`` and ``decode``."""
-        tokenizer: Tokenizer = self.assembly.tokenizer
-        return tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What calls without parameters use: the checkpoint's ``generation_config.json``.
-
-        ``generation_config="none"`` makes it plain ``SamplingParams()``.
-        """
-        return self.assembly.default_params
-
     def get_metrics(self) -> dict[str, Any]:
         """The engine's counters and the last step's statistics."""
         metrics: dict[str, Any] = self._driver.ask(_metrics)
@@ -231,11 +130,6 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all reusable prefixes."""
         self._driver.ask(lambda engine: engine.reset_prefix_cache())
-
-    def close(self, timeout: float | None = None) -> None:
-        """End what runs and give everything back. May be called twice."""
-        self._finalizer.detach()
-        self._driver.close(timeout)
 
     def __enter__(self) -> LLM:
         return self

@@ -216,7 +216,7 @@ def test_masks_and_penalties_reach_the_draw(make: Make, dtype: str) -> None:
 def test_abort_frees_everything(kit: Kit, checkpoint: Path, dtype: str) -> None:
     """Readers that leave in the middle give pages back; who stays gets the text of before."""
     config = EngineConfig.make(model=str(checkpoint), **_arguments(kit.name, dtype))
-    asyncio.run(_leave(AsyncLLM(config)))
+    asyncio.run(_leave(AsyncLLM.from_config(config)))
 
 
 async def _leave(llm: AsyncLLM) -> None:
