@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deepinfer import settings
-from deepinfer.errors import ConfigError, UnsupportedError
+from deepinfer.errors import ConfigError, UnsupportedError, shown
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+# What no path, no name and no size is beyond, so that a message can quote it.
+_Place = Annotated[str, Field(max_length=4096)]
+_Name = Annotated[str, Field(max_length=256)]
+_Count = Annotated[int, Field(ge=1, lt=2**63)]
 _NOT_BUILT = (
     "tensor_parallel_size",
     "expert_parallel_size",
@@ -28,10 +32,11 @@ def parse_bytes(value: Any) -> Any:
     """``"2GiB"``, ``"500MB"`` or a number of bytes to int; anything else is left to pydantic."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", value.lower())
-    if match is None or match[2] not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+)(?:\.(\d+))?\s*([kmg]?i?)b?\s*", value.lower())
+    if match is None or match[3] not in _UNITS:
         raise ValueError('expected bytes, as 2147483648, "2GiB" or "500MB"')
-    return int(float(match[1]) * _UNITS[match[2]])
+    part = match[2] or ""
+    return int(match[1] + part) * _UNITS[match[3]] // 10 ** len(part)
 
 
 class EngineConfig(BaseModel):
@@ -65,41 +70,47 @@ class EngineConfig(BaseModel):
         generation_config: ``auto`` takes sampling defaults from the checkpoint for calls that
             pass no SamplingParams; ``none`` ignores them. End tokens always come from it.
         trust_remote_code: accepted for the published example. No code of a checkpoint is run.
-        disable_plugins: names that may not be used.
+        disable_plugins: names that may not be used, one or several.
         plugin_config: one mapping per plugin name, handed to it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str
-    tokenizer: str | None = None
-    revision: str | None = None
+    model: _Place
+    tokenizer: _Place | None = None
+    revision: _Name | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    backend: str | None = None
+    backend: _Name | None = None
     device: Literal["cpu", "cuda", "npu"] | None = None
     quantization: Literal["int8"] | None = None
-    max_model_len: int | None = Field(default=None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2, lt=2**63)
     max_num_seqs: int = Field(default=256, ge=1, le=65536)
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    page_size: int = Field(default=16, ge=1)
-    kv_cache_memory: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: _Count | None = None
+    page_size: _Count = 16
+    kv_cache_memory: _Count | None = None
     kv_cache_dtype: Literal["auto", "bfloat16", "packed"] = "auto"
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     seed: int | None = 0
     batch_invariant: bool = False
     enable_prefix_caching: bool = True
     overlap: bool = True
-    scheduling_policy: str = "fcfs"
-    executor: str = "local"
+    scheduling_policy: _Name = "fcfs"
+    executor: _Name = "local"
     num_threads: int | None = Field(default=None, ge=1, le=4096)
     generation_config: Literal["auto", "none"] = "auto"
     trust_remote_code: bool = False
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    expert_parallel_size: int = Field(default=1, ge=1)
-    data_parallel_size: int = Field(default=1, ge=1)
-    context_parallel_size: int = Field(default=1, ge=1)
-    disable_plugins: tuple[str, ...] = ()
+    tensor_parallel_size: _Count = 1
+    expert_parallel_size: _Count = 1
+    data_parallel_size: _Count = 1
+    context_parallel_size: _Count = 1
+    disable_plugins: tuple[_Name, ...] = ()
     plugin_config: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    def __init__(self, **arguments: Any) -> None:
+        try:
+            super().__init__(**arguments)
+        except ValidationError as error:
+            raise _explain(error) from None
 
     @field_validator("model", "tokenizer", mode="before")
     @classmethod
@@ -110,6 +121,17 @@ class EngineConfig(BaseModel):
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         return parse_bytes(value)
+
+    @field_validator("disable_plugins", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """A text is one name, and no sequence of letters."""
+        return () if value is None else (value,) if isinstance(value, str) else value
+
+    @field_validator("plugin_config", mode="before")
+    @classmethod
+    def _mappings(cls, value: Any) -> Any:
+        return {} if value is None else value
 
     @classmethod
     def make(cls, **arguments: Any) -> EngineConfig:
@@ -124,10 +146,7 @@ class EngineConfig(BaseModel):
         accelerator = settings.read("DEEPINFER_ACCELERATOR")
         if given.get("device") is None and accelerator is not None:
             given["device"] = {"nvidia": "cuda", "ascend": "npu"}[accelerator]
-        try:
-            config = cls(**given)
-        except ValidationError as error:
-            raise _explain(error) from None
+        config = cls(**given)
         config.check()
         return config
 
@@ -161,5 +180,5 @@ def _explain(error: ValidationError) -> ConfigError:
             lines.append(f"{where}: no such engine argument")
         else:
             reason = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{where}={item['input']!r}: {reason}")
+            lines.append(f"{where}={shown(item['input'])}: {reason}")
     return ConfigError("; ".join(lines) + ".", setting=first)

@@ -91,3 +91,12 @@ class EngineClosedError(DeepInferError):
     """A call on an engine after ``close()``."""
 
     code = "engine_closed"
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as messages quote it: cut where it is long, for nobody reads 5,000 characters."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever a stranger's repr does; numbers of some length have none
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"

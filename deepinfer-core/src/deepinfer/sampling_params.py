@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from deepinfer.errors import InvalidRequestError
+from deepinfer.errors import InvalidRequestError, shown
 
 SCHEMA_TYPES = ("json", "regex", "ebnf", "choice", "json_object", "structural_tag")
 _SEED_BITS = 64
@@ -53,7 +53,7 @@ def _explain(owner: str, error: ValidationError) -> InvalidRequestError:
             lines.append(f"{where}: no such parameter")
         else:
             reason = item["msg"].removeprefix("Value error, ")
-            given = f"={item['input']!r}" if where and item["type"] != "missing" else ""
+            given = f"={shown(item['input'])}" if where and item["type"] != "missing" else ""
             lines.append(f"{where}{given}: {reason}" if where else reason)
     return InvalidRequestError(f"{owner}: {'; '.join(lines).rstrip('.')}.", setting=first)
 

@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 import torch
 from deepinfer import LLM, SamplingParams
-from deepinfer.errors import InvalidRequestError
+from deepinfer.config import EngineConfig, parse_bytes
+from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
 from deepinfer.testing.tiny import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(path, "llama", seed=1)
-    with LLM(path, scheduling_policy="priority", max_model_len=64) as llm:
+def model(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "llama", seed=1)
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model, scheduling_policy="priority", max_model_len=64) as llm:
         yield llm
 
 
@@ -86,3 +90,68 @@ def test_a_fork_is_told_that_it_has_no_engine(llm):
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert llm.generate([5])[0].error is None
+
+
+ODD = (
+    10**5000, 10**30, 2**63, 2**40, -1, 0, 1.5, float("nan"), float("inf"), True, None, b"abc",
+    [], ["a", 1], {"a": 1}, object(), "", "x" * 5000, "9" * 400 + "GiB", "1e400", "\0", "\udc80",
+    "cpu", "~nobody-lives-here/x", "/" + "a" * 5000, "a/" * 3000, "a" * 300 + ".gguf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EngineConfig.model_fields)
+def test_a_setting_of_any_value_is_taken_or_refused_by_name(name, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", str(tmp_path))  # the hub is not asked
+    for value in ODD:
+        arguments = {"model": model, "num_threads": 1, "max_num_seqs": 4, name: value}
+        try:
+            with LLM(**arguments) as llm:
+                assert len(llm.generate([5, 6], SamplingParams(max_tokens=2))) == 1
+        except DeepInferError as why:
+            blamed = f"{name} DEEPINFER_HF_MODEL_DIR"
+            assert why.setting and (why.setting in blamed or name in str(why)), str(why)
+            assert len(str(why)) < 1500
+
+
+def test_a_variable_of_any_value_is_named(monkeypatch):
+    for value in ("x" * 5000, "/" + "a" * 5000, "~nobody-lives-here/x", "a/" * 3000):
+        monkeypatch.setenv("DEEPINFER_HF_MODEL_DIR", value)
+        with pytest.raises(DeepInferError, match="DEEPINFER_HF_MODEL_DIR"):
+            LLM("org/name")
+
+
+def test_the_configuration_itself_refuses_like_make():
+    for make in (EngineConfig, EngineConfig.make):
+        with pytest.raises(ConfigError, match=r"max_num_seqs=0: .*; nonsense: no such engine arg"):
+            make(model="x", max_num_seqs=0, nonsense=1)
+
+
+def test_one_name_is_a_name_and_not_its_letters(model):
+    assert EngineConfig.make(model="x", disable_plugins="cpu").disable_plugins == ("cpu",)
+    with pytest.raises(DeepInferError, match="disable_plugins names nobody, which"):
+        LLM(model, disable_plugins="nobody")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, f in SamplingParams.model_fields.items() if "tuple" in str(f.annotation)]
+)
+def test_a_text_is_never_taken_for_a_sequence_of_letters(name):
+    try:
+        assert getattr(SamplingParams(**{name: "ab"}), name) == ("ab",)
+    except InvalidRequestError as why:
+        assert why.setting == name
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("2GiB", 2**31),
+        ("0.1GiB", 2**30 // 10),
+        ("1.5k", 1500),
+        (" 7 b", 7),
+        (7, 7),
+        ("9" * 400 + "g", int("9" * 400) * 10**9),
+    ],
+)
+def test_bytes_are_counted_exactly(text, count):
+    assert parse_bytes(text) == count

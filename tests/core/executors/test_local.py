@@ -253,6 +253,24 @@ def test_a_pool_of_nothing(tiny):
         start(tiny, kv_cache_memory=100)
 
 
+def test_more_kv_memory_than_there_is(tiny):
+    with pytest.raises(ConfigError, match=r"kv_cache_memory=1\d+ is more than the \d+ bytes"):
+        start(tiny, kv_cache_memory=10**18)
+
+
+@pytest.mark.parametrize("part, setting", [("KVPool", "kv_cache_memory"),
+                                           ("SlotTable", "max_num_seqs")])  # fmt: skip
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_memory_that_is_free_and_cannot_be_had(tiny, monkeypatch, part, setting, kind):
+    def full(*args):
+        raise kind("no room")
+
+    monkeypatch.setattr(f"deepinfer.worker.host.{part}", full)
+    with pytest.raises(ConfigError, match=f"{setting} asks for memory .*: no room") as caught:
+        start(tiny)
+    assert caught.value.setting == setting
+
+
 def test_longer_than_the_model(tiny):
     with pytest.raises(ConfigError, match="max_model_len=600 is longer than the model's own 512"):
         start(tiny, max_model_len=600)

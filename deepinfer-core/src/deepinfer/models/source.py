@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, Literal, NoReturn
 
 from deepinfer import settings
-from deepinfer.errors import ModelNotFoundError
+from deepinfer.errors import ModelNotFoundError, shown
 
 _LOCAL_COPY: Final = "DEEPINFER_HF_MODEL_DIR"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -85,39 +85,49 @@ def _find(
 
         return demo.fetch(), demo.NAME
     if _is_path(what):
-        path = _existing(Path(what).expanduser(), what, setting)
+        path = _existing(_home(what), what, setting)
         return _only_gguf(path, setting), Path(os.path.abspath(path)).name
     if _HUB_ID.fullmatch(what) is None:
-        _refuse(f"{what!r} is neither an existing path nor a hub id", what, setting)
+        _refuse(f"{_path(what)} is neither an existing path nor a hub id", what, setting)
     copy = settings.read(_LOCAL_COPY)
     if copy is not None:
-        return _only_gguf(_in_local_copy(Path(copy).expanduser(), what, setting), setting), what
+        return _only_gguf(_in_local_copy(_home(copy), what, setting), setting), what
     return _from_hub(what, revision, patterns, setting), what
+
+
+def _path(what: str) -> str:
+    """As messages show it: longer than most paths are, shorter than what is none."""
+    return shown(what, 300)
+
+
+def _home(what: str) -> Path:
+    """With ``~`` spelt out, where there is such a home."""
+    return Path(os.path.expanduser(what))
 
 
 def _is_path(what: str) -> bool:
     looks = what.startswith(("/", ".", "~")) or what.count("/") > 1 or "\\" in what
-    return looks or what.lower().endswith(".gguf") or Path(what).exists()
+    return looks or what.lower().endswith(".gguf") or os.path.exists(what)
 
 
 def _existing(path: Path, what: str, setting: str) -> Path:
-    if path.exists():
+    if os.path.exists(path):
         if path.is_file() and setting == "model" and path.suffix.lower() != ".gguf":
-            _refuse(f"{what!r} is a file but not a GGUF file", what, setting)
+            _refuse(f"{_path(what)} is a file but not a GGUF file", what, setting)
         return path
-    _refuse(f"No file or directory {str(path)!r}", what, setting)
+    _refuse(f"No file or directory {_path(str(path))}", what, setting)
 
 
 def _refuse(message: str, what: str, setting: str) -> NoReturn:
-    near = _near(Path(what).expanduser())
+    near = _near(_home(what))
     raise ModelNotFoundError(f"{message}.{near}", setting=setting, next_step=_WAYS_OUT)
 
 
 def _near(path: Path) -> str:
     """What stands beside a path that does not exist, likest first."""
     parent = path.parent
-    if not parent.is_dir():
-        return f" The parent directory {str(parent)!r} does not exist either."
+    if not os.path.isdir(parent):
+        return f" The parent directory {_path(str(parent))} does not exist either."
     try:
         names = sorted(entry.name for entry in parent.iterdir())
     except OSError:
@@ -154,14 +164,15 @@ def _in_local_copy(root: Path, hub_id: str, setting: str) -> Path:
     """``root`` holds org/name or name, or is the model itself."""
     candidates = [root / hub_id, root / hub_id.rpartition("/")[2]]
     for candidate in candidates:
-        if candidate.exists():
+        if os.path.exists(candidate):
             return candidate
-    if root.is_file() or (root / "config.json").exists() or any(root.glob("*.gguf")):
+    known = os.path.isfile(root) or os.path.exists(root / "config.json")
+    if known or (os.path.isdir(root) and any(root.glob("*.gguf"))):
         return root
-    looked = ", ".join(repr(str(c)) for c in dict.fromkeys(candidates))
+    looked = ", ".join(_path(str(c)) for c in dict.fromkeys(candidates))
     raise ModelNotFoundError(
-        f"{_LOCAL_COPY} is set to {str(root)!r}, which holds no copy of {hub_id!r}: looked for "
-        f"{looked} and for a config.json in the folder itself.{_near(candidates[-1])}",
+        f"{_LOCAL_COPY} is set to {_path(str(root))}, which holds no copy of {_path(hub_id)}: "
+        f"looked for {looked} and for a config.json in the folder itself.{_near(candidates[-1])}",
         setting=_LOCAL_COPY,
         next_step="Correct the variable, or unset it to use the hub.",
     )
@@ -185,9 +196,9 @@ def _from_hub(hub_id: str, revision: str | None, patterns: tuple[str, ...], sett
         )
     except Exception as why:  # whatever a client, a proxy or a disk can raise
         raise ModelNotFoundError(
-            f"{hub_id!r} is no local path and could not be had from the hub"
+            f"{_path(hub_id)} is no local path and could not be had from the hub"
             f"{f' at revision {revision!r}' if revision else ''}: {_cause(why)}."
-            f"{_near(Path(hub_id)) if Path(hub_id).parent.is_dir() else ''}",
+            f"{_near(Path(hub_id)) if os.path.isdir(Path(hub_id).parent) else ''}",
             setting=setting,
             next_step=_WAYS_OUT,
         ) from why

@@ -18,7 +18,7 @@ import torch
 from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
 from deepinfer.api.kv import KVOptions
-from deepinfer.errors import ConfigError, KVCacheTooSmallError
+from deepinfer.errors import ConfigError, KVCacheTooSmallError, shown
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.registry import architectures_of, model_config
 from deepinfer.models.source import resolve
@@ -102,7 +102,8 @@ class Host:
     ) -> Host:
         backend, device = where
         max_len, num_pages = size_kv(config, loaded.config, loaded.spec, device)
-        kv = KVPool(loaded.spec, num_pages, config.page_size, loaded.dtype, device.torch_device)
+        with _allocating("kv_cache_memory"):
+            kv = KVPool(loaded.spec, num_pages, config.page_size, loaded.dtype, device.torch_device)
         drafter = NullDrafter()
         shape = SlotShape(
             slots=config.max_num_seqs,
@@ -111,6 +112,8 @@ class Host:
             vocab_size=loaded.config.vocab_size,
             draft_len=drafter.draft_len,
         )
+        with _allocating("max_num_seqs"):
+            slots = SlotTable(shape, device.torch_device)
         sampler = resolution.load("sampler")(loaded.ops)
         rig = Rig(
             model=loaded.model,
@@ -118,7 +121,7 @@ class Host:
             spec=loaded.spec,
             kv=kv,
             device=device,
-            slots=SlotTable(shape, device.torch_device),
+            slots=slots,
             drafter=drafter,
             verifier=EqualityVerifier(loaded.ops, sampler),
         )
@@ -145,10 +148,10 @@ class Host:
             "trace": self.runner.trace,
             "memory": self.memory,
             "profile": self.profile,
+            "ops": self.runner.ops,
         }
         if method not in calls:
             raise ConfigError(f"There is no call {method!r}; there are {', '.join(calls)}.")
-            "ops": self.runner.ops,
         return calls[method](*args)
 
     def memory(self) -> dict[str, int]:
@@ -239,13 +242,20 @@ def size_kv(
 
     Raises:
         KVCacheTooSmallError: it cannot hold a text of the length that the user named.
+        ConfigError: the user named more memory than there is.
     """
     page_bytes = spec.bytes_per_token * config.page_size
     max_len = model_config.max_model_len
     most = -(-max_len // config.page_size) * config.max_num_seqs
-    budget = config.kv_cache_memory
+    budget, free = config.kv_cache_memory, device.free_bytes()
+    if budget is not None and budget > free:
+        raise ConfigError(
+            f"kv_cache_memory={shown(budget)} is more than the {free} bytes that are free.",
+            setting="kv_cache_memory",
+            next_step="Give less, or leave it out: it is then sized from what is free.",
+        )
     if budget is None:
-        budget = int(config.gpu_memory_utilization * device.free_bytes())
+        budget = int(config.gpu_memory_utilization * free)
         if device.torch_device.type == "cpu":
             budget = min(budget, CPU_KV_BYTES)
         budget = min(budget, most * page_bytes)
@@ -264,6 +274,19 @@ def size_kv(
         setting="kv_cache_memory",
         next_step=f"Give kv_cache_memory={need} or more{shorter}.",
     )
+
+
+@contextmanager
+def _allocating(setting: str) -> Iterator[None]:
+    """What a setting asks for may not be there, however much is free."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as why:
+        raise ConfigError(
+            f"{setting} asks for memory that cannot be had: {why}.",
+            setting=setting,
+            next_step="Give less.",
+        ) from why
 
 
 @contextmanager
