@@ -1,6 +1,7 @@
 """Loading by rules: joins, rounding, sharing, memory, and checkpoints that do not fit."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,12 @@ class Shelf:
 
     def shape(self, name):
         return tuple(self.tensors[name].shape)
+
+    def file(self, name):
+        return Path("shelf")
+
+    def storage(self, name):
+        return "F32"
 
     def tensor(self, name, dtype, *, round_to=None):
         self.read.append(name)

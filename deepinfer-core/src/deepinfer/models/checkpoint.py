@@ -2,17 +2,15 @@
 
 Where you are: ``source.resolve`` found the files, the model's weight rules ask for tensors by
 name; this file is between them and knows two kinds, safetensors and GGUF. Opening checks that
-every declared byte is there; ``tensor`` streams from a file mapping, so a load needs the memory
-of its destination plus about one tensor.
+every declared byte is there; reading a tensor needs the memory of its destination and little more.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,10 +18,8 @@ from deepinfer.errors import ModelLoadError
 from deepinfer.models import gguf_arch
 from deepinfer.models.gguf import GGUFFile, file_fingerprint
 from deepinfer.models.gguf_quants import dequantize_into
+from deepinfer.models.shards import AGAIN, Extent, Shard, read_header
 from deepinfer.models.source import ModelSource
-
-_AGAIN: Final = "Fetch the file again."
-_MAX_HEADER: Final = 100_000_000
 
 
 class Checkpoint(Protocol):
@@ -53,6 +49,25 @@ class Checkpoint(Protocol):
         ``round_to`` rounds the values to a narrower dtype first: float32 arithmetic on weights
         that were stored as bfloat16, as recorded references have it.
         """
+        ...
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        ...
+
+    def storage(self, name: str) -> str:
+        """How a tensor is stored, in the words of safetensors (``BF16``, ``F8_E4M3``, ``I8``).
+
+        Of a file with quantised types of its own, which ``tensor`` decodes: ``F32``.
+        """
+        ...
+
+    def bytes_into(self, name: str, out: torch.Tensor) -> None:
+        """A tensor's bytes as they are stored, into contiguous uint8 of that many elements."""
+        ...
+
+    def extent(self, name: str) -> Extent:
+        """Where a tensor's bytes lie, for those who read it piece by piece."""
         ...
 
     def fingerprint(self) -> str:
@@ -109,6 +124,24 @@ class GGUFCheckpoint:
         dequantize_into(raw, info.quant, out, f"{self._file.path}: tensor {place.stored!r}")
         return out.reshape(place.shape).to(dtype)
 
+    def file(self, name: str) -> Path:
+        return self._file.path
+
+    def storage(self, name: str) -> str:
+        return "F32"
+
+    def bytes_into(self, name: str, out: torch.Tensor) -> None:
+        raise self._not_so(name)
+
+    def extent(self, name: str) -> Extent:
+        raise self._not_so(name)
+
+    def _not_so(self, name: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self._file.path} is a GGUF file, and {name!r} can be read from safetensors only.",
+            setting="model",
+        )
+
     def fingerprint(self) -> str:
         return self._file.fingerprint()
 
@@ -132,131 +165,68 @@ class SafetensorsCheckpoint:
         self.generation_config: dict[str, Any] = {}
         if (directory / "generation_config.json").exists():
             self.generation_config = read_json(directory / "generation_config.json")
-        self._shards: dict[str, _Shard] = {}
-        self._home: dict[str, _Shard] = {}
+        self._shards: dict[str, Shard] = {}
+        self._home: dict[str, Shard] = {}
         for name, file in _weight_map(directory).items():
             self._home[name] = self._shard_with(name, file)
         tie = self.config.get("tie_word_embeddings")
         self.tied: bool = "lm_head.weight" not in self._home if tie is None else bool(tie)
 
-    def _shard_with(self, name: str, file: str) -> _Shard:
+    def _shard_with(self, name: str, file: str) -> Shard:
         if file not in self._shards:
-            self._shards[file] = _Shard(self._directory / file)
+            self._shards[file] = Shard(self._directory / file)
         shard = self._shards[file]
         if name not in shard.entries:
             raise ModelLoadError(
                 f"{shard.path} holds no tensor {name!r}, which the index places there.",
                 setting="model",
-                next_step=_AGAIN,
+                next_step=f"{AGAIN} If that does not help, the index is of another model.",
             )
         return shard
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._home)
 
-    def _shard(self, name: str) -> _Shard:
+    def _shard(self, name: str) -> Shard:
         if name not in self._home:
             raise _no_tensor(self._directory, name)
         return self._home[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._shard(name).entries[name]["shape"])
+        return self._shard(name).entries[name].shape
 
     def tensor(
         self, name: str, dtype: torch.dtype, *, round_to: torch.dtype | None = None
     ) -> torch.Tensor:
-        stored = self._shard(name).tensor(name)
-        rounded = stored if round_to is None else stored.to(round_to)
-        # A copy, because the stored tensor is a view of the file mapping.
-        return rounded.to(dtype, copy=rounded is stored)
+        return self._shard(name).tensor(name, dtype, round_to)
+
+    def file(self, name: str) -> Path:
+        return self._shard(name).path
+
+    def storage(self, name: str) -> str:
+        return self._shard(name).entries[name].storage
+
+    def bytes_into(self, name: str, out: torch.Tensor) -> None:
+        self._shard(name).bytes_into(name, out)
+
+    def extent(self, name: str) -> Extent:
+        shard = self._shard(name)
+        entry = shard.entries[name]
+        return Extent(shard.path, entry.begin, entry.shape)
 
     def fingerprint(self) -> str:
         import hashlib
 
-        parts = [self._shards[file].fingerprint() for file in sorted(self._shards)]
+        parts = [_fingerprint(self._shards[file]) for file in sorted(self._shards)]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
-class _Shard:
-    """One safetensors file; the header is checked before any library maps the data."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries, self.header_bytes, self.size = _read_header(path)
-        self._handle = _mapped(path)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle.get_tensor(name)
-        return tensor
-
-    def fingerprint(self) -> str:
-        with (
-            self.path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            return file_fingerprint(data, self.size, self.header_bytes)
-
-
-def _mapped(path: Path) -> Any:
-    """The library's handle, whose own checks cover dtypes and shapes."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(str(path), framework="pt", device="cpu")
-    except SafetensorError as why:
-        raise ModelLoadError(
-            f"{path} has a damaged safetensors header: {why}.", setting="model", next_step=_AGAIN
-        ) from why
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Entries by name, bytes before the data, size; ModelLoadError if an extent is not there."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length) if length <= min(size, _MAX_HEADER) else b""
-    except OSError as why:
-        raise ModelLoadError(f"{path} cannot be read: {why}.", setting="model") from why
-    if size < 8 or len(header) != length:
-        raise ModelLoadError(
-            f"{path} is cut short or not a safetensors file: its header should end at byte "
-            f"{8 + length}, the file has {size}.",
-            setting="model",
-            next_step=_AGAIN,
-        )
-    entries = _entries(path, header)
-    _check_extents(path, entries, 8 + length, size)
-    return entries, 8 + length, size
-
-
-def _entries(path: Path, header: bytes) -> dict[str, Any]:
-    try:
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        for entry in entries.values():
-            start, end = entry["data_offsets"]
-            if not 0 <= start <= end or not isinstance(entry["shape"], list):
-                raise ValueError(f"bad extent {entry}")
-    except (ValueError, AttributeError, TypeError, KeyError) as why:
-        raise ModelLoadError(
-            f"{path} has a damaged safetensors header: {why}.", setting="model", next_step=_AGAIN
-        ) from why
-    return dict(entries)
-
-
-def _check_extents(path: Path, entries: Mapping[str, Any], start: int, size: int) -> None:
-    last, end = "the header", 0
-    for name, entry in entries.items():
-        if entry["data_offsets"][1] > end:
-            last, end = f"tensor {name!r}", entry["data_offsets"][1]
-    if start + end != size:
-        what = "is cut short" if start + end > size else "has bytes left over"
-        raise ModelLoadError(
-            f"{path} {what}: {last} ends at byte {start + end}, the file has {size}.",
-            setting="model",
-            next_step=_AGAIN,
-        )
+def _fingerprint(shard: Shard) -> str:
+    with (
+        shard.path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return file_fingerprint(data, shard.size, shard.header_bytes)
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
@@ -273,13 +243,13 @@ def _weight_map(directory: Path) -> dict[str, str]:
             setting="model",
             next_step="Convert the weights to safetensors, or name a GGUF file.",
         )
-    return {name: file for file in files for name in _read_header(directory / file)[0]}
+    return {name: file for file in files for name in read_header(directory / file)[0]}
 
 
 def _index_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelLoadError(f"{index} holds no 'weight_map'.", setting="model", next_step=_AGAIN)
+        raise ModelLoadError(f"{index} holds no 'weight_map'.", setting="model", next_step=AGAIN)
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (index.parent / file).exists()]
     if missing:

@@ -1,6 +1,7 @@
 """From checkpoint to model: rules in, prepared parameters out, one at a time.
 
-Host memory at the peak is what is prepared so far plus one parameter and one tensor of it.
+Host memory at the peak is what is prepared so far plus one parameter and one tensor of it, so it
+never holds a shard. Files are read one after the other.
 """
 
 from __future__ import annotations
@@ -8,23 +9,49 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from deepinfer.api.model import Model, WeightRule
 from deepinfer.errors import ModelLoadError
+from deepinfer.models.deepseek_v41.tables import MappedTable
+from deepinfer.models.fit import check_fit, parts_of, scale_name, stored_shapes, unused
+from deepinfer.ops.lowbit import TILE, BlockScaled
 
 if TYPE_CHECKING:
+    from deepinfer.api.parallel import ParallelContext
     from deepinfer.models.checkpoint import Checkpoint
     from deepinfer.ops.table import OpSet
 
 log = logging.getLogger(__name__)
 
-# Tensors that checkpoints carry and no model needs: tables that are computed, not learnt.
-_COMPUTED = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")
+_EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
+_NAN_SCALE: Final = 255
+_PIECE: Final = 1 << 22  # values that are dequantised at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """How the weights of one rank are loaded.
+
+    Attributes:
+        dequantize: turn low-bit weights into the engine's dtype once; False keeps them as stored.
+        known: beginnings of checkpoint names that a family knows and may leave unread; any other
+            name that no rule reads is then an error. None: unread names are only logged.
+        parallel: experts of other ranks are not read; None for a rank that is alone.
+    """
+
+    dequantize: bool = True
+    known: tuple[str, ...] | None = None
+    parallel: ParallelContext | None = None
+
+
+ALONE: Final = LoadPlan()
 
 
 def load_weights(
@@ -34,6 +61,7 @@ def load_weights(
     ops: OpSet,
     dtype: torch.dtype,
     round_to: torch.dtype | None = None,
+    plan: LoadPlan = ALONE,
 ) -> int:
     """Load every parameter; returns the bytes that the prepared ones take.
 
@@ -41,81 +69,216 @@ def load_weights(
         round_to: round values to this type before they become ``dtype``.
 
     Raises:
-        ModelLoadError: a tensor is missing or has another shape; found before any is read.
+        ModelLoadError: a tensor is missing, has another shape or type or is not called for, found
+            before any is read; or a scale is NaN.
     """
-    rules = [rule for rule in rules if not _absent(rule, checkpoint)]
-    _check(rules, checkpoint)
-    # The largest first: its peak comes while little is loaded, and what it leaves free fits the
-    # next one, so that the allocator keeps no holes.
-    rules.sort(key=lambda rule: -sum(map(math.prod, rule.shapes)))
+    names = set(checkpoint.names())
+    rules = [r for r in rules if not (r.optional and names.isdisjoint(r.sources))]
+    check_fit(rules, checkpoint, plan.known)
+    if plan.known is None and (left := unused(rules, checkpoint)):
+        log.debug("%d checkpoint tensors are not used: %s", len(left), ", ".join(left))
+    mine = [own for rule in rules if (own := owned(rule, plan.parallel)) is not None]
+    # File by file. Within one the largest first: its peak comes while little is loaded, and what
+    # it leaves free fits the next one, so that the allocator keeps no holes.
+    mine.sort(key=lambda r: (checkpoint.file(r.sources[0]), -sum(map(math.prod, r.shapes))))
     device = None if ops.context is None else ops.context.device
     total = 0
-    for rule in rules:
-        joined = join(rule, checkpoint, dtype, round_to).to(device)
-        prepared = ops.prepare(joined, rule.uses)
-        total += size_of(prepared)
+    for rule in mine:
+        joined = join(rule, checkpoint, dtype, round_to, plan.dequantize)
+        if not isinstance(joined, MappedTable):
+            joined = ops.prepare(joined.to(device), rule.uses)
+        total += size_of(joined)
+        model.load(rule.parameter, joined)
         del joined
-        model.load(rule.parameter, prepared)
-    _report_unused(rules, checkpoint)
     return total
 
 
+def owned(rule: WeightRule, parallel: ParallelContext | None) -> WeightRule | None:
+    """A rule with the experts of this rank only, or None if it has none of them.
+
+    Experts are told by ``.experts.N.`` in the names of their tensors. Rank r of R owns the run
+    from ⌊r·E/R⌋ to below ⌊(r+1)·E/R⌋ of E experts. Other rules stay as they are.
+    """
+    numbers = [int(match[1]) for name in rule.sources if (match := _EXPERT.search(name))]
+    if parallel is None or parallel.ep.size == 1 or not numbers:
+        return rule
+    assert len(numbers) == len(rule.sources), rule.parameter
+    rank, size, count = parallel.ep.rank, parallel.ep.size, max(numbers) + 1
+    run = range(rank * count // size, (rank + 1) * count // size)
+    kept = [i for i, number in enumerate(numbers) if number in run]
+    if not kept:
+        return None
+    return replace(
+        rule,
+        sources=tuple(rule.sources[i] for i in kept),
+        shapes=tuple(rule.shapes[i] for i in kept),
+        view=None if rule.view is None else (len(run), *rule.view[1:]),
+    )
+
+
 def join(
-    rule: WeightRule, checkpoint: Checkpoint, dtype: torch.dtype, round_to: torch.dtype | None
-) -> Tensor:
-    """The tensors of one rule as one, each copied to its place as it is read."""
-    if len(rule.sources) == 1 and not rule.stack:
+    rule: WeightRule,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    round_to: torch.dtype | None = None,
+    dequantize: bool = True,
+    device: torch.device | None = None,
+) -> Tensor | BlockScaled | MappedTable:
+    """The tensors of one rule as one, each copied to its place as it is read.
+
+    Args:
+        device: where the checkpoint gives its tensors; None is the host.
+    """
+    if rule.exact:
+        dtype, round_to = torch.float32, None
+    if rule.stored == "table":
+        (name,) = rule.sources
+        return MappedTable(name, checkpoint.extent(name), checkpoint.extent(scale_name(name)))
+    if rule.stored is not None and not dequantize:
+        return _as_stored(rule, checkpoint, device)
+    if rule.stored is None and len(rule.sources) == 1 and not rule.stack:
         joined = checkpoint.tensor(rule.sources[0], dtype, round_to=round_to)
     else:
-        first, *rest = rule.shapes
-        if rule.stack:
-            shape = (len(rule.shapes), *first)
-        else:
-            shape = (first[0] + sum(s[0] for s in rest), *first[1:])
-        joined = torch.empty(shape, dtype=dtype, device="cpu")
-        begin = 0
-        for name, source in zip(rule.sources, rule.shapes, strict=True):
-            rows = 1 if rule.stack else source[0]
-            part = checkpoint.tensor(name, dtype, round_to=round_to)
-            joined[begin : begin + rows] = part
-            begin += rows
+        joined = torch.empty(_joined_shape(rule), dtype=dtype, device=device or "cpu")
+        places = _places(joined, rule.shapes, rule.stack)
+        for name, shape, place in zip(rule.sources, rule.shapes, places, strict=True):
+            if rule.stored is None:
+                place.copy_(checkpoint.tensor(name, dtype, round_to=round_to))
+            else:
+                _dequantize(_stored_part(rule, name, shape, checkpoint, device), place, round_to)
     return joined if rule.view is None else joined.view(rule.view)
+
+
+def _joined_shape(rule: WeightRule) -> tuple[int, ...]:
+    first, *rest = rule.shapes
+    if rule.stack:
+        return (len(rule.shapes), *first)
+    return (first[0] + sum(shape[0] for shape in rest), *first[1:])
+
+
+def _places(joined: Tensor, shapes: Sequence[tuple[int, ...]], stack: bool) -> list[Tensor]:
+    """Where in a joined tensor each of its parts goes."""
+    if stack:
+        return list(joined.unbind())
+    ends = list(accumulate(shape[0] for shape in shapes))
+    return [joined[end - shape[0] : end] for end, shape in zip(ends, shapes, strict=True)]
+
+
+def _stored_part(
+    rule: WeightRule,
+    name: str,
+    shape: tuple[int, ...],
+    checkpoint: Checkpoint,
+    device: torch.device | None,
+) -> BlockScaled:
+    """One low-bit tensor with its scales."""
+    part = replace(rule, sources=(name,), shapes=(shape,), stack=False, view=None)
+    return _as_stored(part, checkpoint, device)
+
+
+def _dequantize(weight: BlockScaled, out: Tensor, round_to: torch.dtype | None) -> None:
+    """Values into ``out`` [N, K], some whole tiles of rows at a time."""
+    rows = max(_PIECE // out.shape[1] // TILE, 1) * TILE
+    per_tile = TILE if weight.kind == "fp8" else 1
+    for begin in range(0, out.shape[0], rows):
+        scales = weight.scales[begin // per_tile : (begin + rows) // per_tile]
+        piece = BlockScaled(weight.codes[begin : begin + rows], scales, weight.kind)
+        out[begin : begin + rows] = piece.dequantize(round_to or out.dtype)
+
+
+def _as_stored(
+    rule: WeightRule, checkpoint: Checkpoint, device: torch.device | None
+) -> BlockScaled:
+    """The bytes of a rule's tensors, joined; scales that are NaN are refused."""
+    assert rule.stored in ("fp8", "fp4"), rule.parameter
+    shapes = [stored_shapes(rule, shape) for shape in rule.shapes]
+    if rule.stored == "fp8" and not rule.stack:
+        _check_tiles(rule)
+    codes = _bytes(checkpoint, list(rule.sources), [c for c, _ in shapes], rule.stack, device)
+    names = [scale_name(name) for name in rule.sources]
+    scales = _bytes(checkpoint, names, [s for _, s in shapes], rule.stack, device)
+    if rule.view is not None:
+        lead = rule.view[:-1]
+        codes = codes.view(*lead, codes.shape[-1])
+        if rule.stored == "fp8":
+            lead = (*lead[:-1], lead[-1] // TILE)
+        scales = scales.view(*lead, scales.shape[-1])
+    return BlockScaled(codes, scales, rule.stored)
+
+
+def _check_tiles(rule: WeightRule) -> None:
+    """Tiles of 32 rows belong to one tensor, and to one matrix of a view."""
+    heights = [shape[0] for shape in rule.shapes[:-1]]
+    heights += [] if rule.view is None or len(rule.view) < 3 else [rule.view[-2]]
+    if any(height % TILE for height in heights):
+        pairs = zip(rule.sources, rule.shapes, strict=True)
+        shown = ", ".join(f"{name} ({shape[0]} rows)" for name, shape in list(pairs)[:3])
+        raise ModelLoadError(
+            f"The weight {rule.parameter!r} is joined from {shown}, where {TILE}×{TILE} scale "
+            "tiles do not meet, so it cannot be kept as stored.",
+            setting="dequantize_weights",
+            next_step="Set dequantize_weights=True.",
+        )
+
+
+def _bytes(
+    checkpoint: Checkpoint,
+    names: list[str],
+    shapes: list[tuple[int, int]],
+    stack: bool,
+    device: torch.device | None,
+) -> Tensor:
+    """Raw tensors as one uint8, read straight into their places."""
+    lead = (len(shapes), shapes[0][0]) if stack else (sum(rows for rows, _ in shapes),)
+    out = torch.empty(*lead, shapes[0][1], dtype=torch.uint8, device=device or "cpu")
+    for name, place in zip(names, _places(out, shapes, stack), strict=True):
+        checkpoint.bytes_into(name, place)
+        if name.endswith(".scale"):
+            _refuse_nan(place, name, checkpoint)
+    return out
+
+
+def _refuse_nan(scales: Tensor, name: str, checkpoint: Checkpoint) -> None:
+    bad = scales == _NAN_SCALE
+    if bool(bad.any()):
+        row, column = bad.nonzero()[0].tolist()
+        raise ModelLoadError(
+            f"{checkpoint.file(name)}: tensor {name!r} has a NaN scale (byte 255) at row {row}, "
+            f"column {column}{f' and {int(bad.sum()) - 1} more' if int(bad.sum()) > 1 else ''}.",
+            setting="model",
+            next_step="Fetch the file again.",
+        )
+
+
+def weight_bytes(
+    rules: Iterable[WeightRule],
+    dtype: torch.dtype,
+    dequantize: bool,
+    parallel: ParallelContext | None = None,
+) -> int:
+    """Bytes in memory of the parameters of rules, before a backend prepares them.
+
+    Mapped tables take none (:func:`mapped_bytes`); optional rules count as present.
+    """
+    total = 0
+    for rule in rules:
+        own = owned(rule, parallel)
+        if own is None or own.stored == "table":
+            continue
+        if own.stored is not None and not dequantize:
+            total += sum(part.elements for part in parts_of(own))
+        else:
+            size = torch.float32.itemsize if own.exact else dtype.itemsize
+            total += size * sum(map(math.prod, own.shapes))
+    return total
+
+
+def mapped_bytes(rules: Iterable[WeightRule]) -> int:
+    """Bytes of the tables that stay in their files."""
+    tables = (rule for rule in rules if rule.stored == "table")
+    return sum(part.elements for rule in tables for part in parts_of(rule))
 
 
 def size_of(prepared: Any) -> int:
     """Bytes of a prepared parameter: a tensor, or whatever tells its own ``nbytes``."""
     return int(getattr(prepared, "nbytes", 0))
-
-
-def _absent(rule: WeightRule, checkpoint: Checkpoint) -> bool:
-    names = set(checkpoint.names()) if rule.optional else set()
-    return rule.optional and not names.intersection(rule.sources)
-
-
-def _check(rules: list[WeightRule], checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that does not fit, with the first misfit and how many there are."""
-    names = set(checkpoint.names())
-    problems = []
-    for rule in rules:
-        for name, shape in zip(rule.sources, rule.shapes, strict=True):
-            if name not in names:
-                problems.append(f"has no tensor {name!r} (expected shape {list(shape)})")
-            elif tuple(checkpoint.shape(name)) != shape:
-                found = list(checkpoint.shape(name))
-                problems.append(f"has {name!r} with shape {found}, expected {list(shape)}")
-        if rule.view is not None and not rule.stack:
-            assert math.prod(rule.view) == sum(math.prod(s) for s in rule.shapes), rule.parameter
-    if problems:
-        others = len(problems) - 1
-        more = f"; {others} more misfits" if others else ""
-        raise ModelLoadError(
-            f"The checkpoint {problems[0]}{more}.",
-            next_step="Its config.json may belong to another model, or a file may be missing.",
-        )
-
-
-def _report_unused(rules: list[WeightRule], checkpoint: Checkpoint) -> None:
-    used = {name for rule in rules for name in rule.sources}
-    unused = [n for n in checkpoint.names() if n not in used and not _COMPUTED.search(n)]
-    if unused:
-        log.debug("%d checkpoint tensors are not used: %s", len(unused), ", ".join(unused))

@@ -43,6 +43,10 @@ class BlockScaled:
     def __len__(self) -> int:
         return len(self.codes)
 
+    def to(self, device: torch.device | None) -> BlockScaled:
+        """The same bytes on a device; None leaves them where they are."""
+        return BlockScaled(self.codes.to(device), self.scales.to(device), self.kind)
+
     def __getitem__(self, index: int) -> BlockScaled:
         """One expert of a stack."""
         return BlockScaled(self.codes[index], self.scales[index], self.kind)

@@ -12,8 +12,6 @@ import os
 import queue
 import threading
 import weakref
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -22,19 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.errors import ModelLoadError
+from deepinfer.models.shards import Extent
 from deepinfer.ops.lowbit import TILE, e4m3, e8m0
 
 _NAN: Final = 255
 _WAITING: Final = 8  # hints that may wait: a disk that is further behind gains nothing by more
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where a tensor of bytes lies: from byte ``begin`` of a file on."""
-
-    path: Path
-    begin: int
-    shape: tuple[int, ...]
 
 
 class MappedTable:
@@ -117,7 +107,7 @@ class _Region:
     def __init__(self, extent: Extent) -> None:
         rows, self.width = extent.shape
         self.begin = extent.begin
-        self.file: int | None = os.open(extent.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self.file: int | None = os.open(extent.path, os.O_RDONLY)
         skip = extent.begin % mmap.ALLOCATIONGRANULARITY
         length, start = skip + rows * self.width, extent.begin - skip
         mapping = mmap.mmap(self.file, length, access=mmap.ACCESS_READ, offset=start)
