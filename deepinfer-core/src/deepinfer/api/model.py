@@ -127,9 +127,14 @@ class Model(Protocol):
 
 
 class ModelAdapter(Protocol):
-    """Everything core must know of a model family."""
+    """Everything core must know of a model family.
+
+    ``unread``: beginnings of checkpoint names that the family knows and may leave unread; a tensor
+    that neither they nor a rule account for is then an error. None: such tensors are ignored.
+    """
 
     architectures: tuple[str, ...]
+    unread: tuple[str, ...] | None
 
     def config(self, raw: Mapping[str, Any]) -> Any:
         """The checkpoint's config.json into this family's frozen dataclass; refuses by name."""

@@ -169,7 +169,9 @@ class SafetensorsCheckpoint:
         self._home: dict[str, Shard] = {}
         for name, file in _weight_map(directory).items():
             self._home[name] = self._shard_with(name, file)
-        tie = self.config.get("tie_word_embeddings")
+        nested = self.config.get("text_config")
+        said = {**(nested if isinstance(nested, dict) else {}), **self.config}
+        tie = said.get("tie_word_embeddings")
         self.tied: bool = "lm_head.weight" not in self._home if tie is None else bool(tie)
 
     def _shard_with(self, name: str, file: str) -> Shard:

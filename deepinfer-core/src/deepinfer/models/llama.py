@@ -137,6 +137,7 @@ class LlamaAdapter:
     """``LlamaForCausalLM`` and ``MistralForCausalLM``."""
 
     architectures: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM")
+    unread: tuple[str, ...] | None = None
     name = "llama"
 
     def config(self, raw: Mapping[str, Any]) -> LlamaConfig:

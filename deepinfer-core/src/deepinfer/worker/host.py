@@ -22,7 +22,7 @@ from deepinfer.errors import ConfigError, KVCacheTooSmallError, shown
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.registry import architectures_of, model_config
 from deepinfer.models.source import resolve
-from deepinfer.models.weights import load_weights
+from deepinfer.models.weights import LoadPlan, load_weights
 from deepinfer.ops.backend import build_ops
 from deepinfer.parallel import single
 from deepinfer.sampling.verify import EqualityVerifier
@@ -210,8 +210,10 @@ def _load(
     )
     _check_page_size(config.page_size, backend)
     ops = build_ops(backend, context)
-    model = adapter.build(mine, ops, single())
-    nbytes = load_weights(model, adapter.weights(mine), checkpoint, ops, dtype)
+    parallel = single()
+    model = adapter.build(mine, ops, parallel)
+    plan = LoadPlan(known=adapter.unread, parallel=parallel)
+    nbytes = load_weights(model, adapter.weights(mine), checkpoint, ops, dtype, plan=plan)
     return _Loaded(model, ops, mine, spec, dtype, nbytes)
 
 
