@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the brain must know of the loaded model and its memory."""
+    """What the brain must know of the loaded model and its memory.
+
+    ``state_blocks``: blocks of the model's state groups: one for each slot, then the snapshots.
+    """
 
     architecture: str
     vocab_size: int
@@ -31,6 +34,7 @@ class ModelFacts:
     draft_len: int = 0
     step_tokens: int = 2048
     load_seconds: float = 0.0
+    state_blocks: int = 0
 
 
 class Executor(Protocol):

@@ -13,8 +13,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from deepinfer.api.kv import PageKey
+from deepinfer.engine.branches import Branches
 from deepinfer.engine.pages import Node, PagePool, pack
 from deepinfer.engine.request import RequestState, Status
+from deepinfer.engine.snapshots import Snapshots
 from deepinfer.engine.tiers import Found, Tiers
 
 if TYPE_CHECKING:
@@ -49,7 +51,13 @@ class KVCache:
         self.pool = PagePool(facts.num_pages, (facts.fingerprint, facts.kv.layout))
         self.slots = list(range(num_slots - 1, -1, -1))
         self.leaving: set[RequestState] = set()
-        self.tiers = Tiers(stores)
+        blocks = range(num_slots, facts.state_blocks) if caching else range(0)
+        self.snapshots = Snapshots(facts, blocks, lambda r, b: self.branches.kept(r, b))
+        self.branches = Branches(self.snapshots)
+        self.pool.dropped = self.snapshots.forget
+        # Pages alone are no prefix of a model with state, and a tier has nothing else.
+        self._stateful = facts.kv.bytes_per_request > 0
+        self.tiers = Tiers(() if self._stateful else stores)
         self._replay = facts.kv.replay
         self._coming: dict[bytes, RequestState] = {}
 
@@ -66,19 +74,30 @@ class KVCache:
         """
         if self._hopeless(r):
             return Admission.NO_ROOM
-        found = self._match(r) if self._may_hit(r) else 0
+        found, common = self._match(r) if self._may_hit(r) else (0, 0)
         keys = self._keys(r, (len(r.tokens) - 1) // self.page_size)[found:]
         tier = self.tiers.find(keys, r.request.ticket) if self._may_hit(r) else NOWHERE
-        ask_again = tier.retry or (not tier.pages and self._soon_here(r, found))
+        soon = not tier.pages and self._may_hit(r) and self._soon_here(r, found, common)
+        ask_again = tier.retry or soon
         if ask_again or not self.reserve(r, len(r.tokens)):
             self._release(r)
             return Admission.ASK_AGAIN if ask_again else Admission.NO_ROOM
         r.slot = self.slots.pop()
+        if self.snapshots.blocks:
+            self._enter_state(r, found, common)
         self._announce(r, found)
         if tier.store is not None and self.tiers.load(r, tier.store, keys[: tier.pages], found):
             r.status = Status.LOADING
             return Admission.LOADS
         return Admission.ENTERS
+
+    def _enter_state(self, r: RequestState, found: int, common: int) -> None:
+        """Go on from the snapshot behind what was found, and plan those to take."""
+        r.chain.saved = found * self.page_size
+        if self._may_hit(r):
+            self.branches.enter(r, found, self._computed(r, common))
+        if found:
+            self.snapshots.restore(r)
 
     def _hopeless(self, r: RequestState) -> bool:
         """There is certainly no room: says so quickly to who asks in every step."""
@@ -124,6 +143,7 @@ class KVCache:
 
     def _release(self, r: RequestState) -> None:
         self._retract(r)
+        self.snapshots.release(r)
         self.pool.release(reversed(r.pages))
         r.pages = []
         r.chain.nodes = []
@@ -143,31 +163,41 @@ class KVCache:
             node = self.pool.insert(parent, digest, tokens, r.pages[i])
             if node is None:
                 self._retract(r)
+                self.snapshots.release(r)
                 return
             self._coming.pop(digest, None)
             nodes.append(node)
             parent = node
+        if r.chain.pending:
+            self.snapshots.attach(r)
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes; requests that run keep their pages, stores what they have."""
         self.pool.clear()
         self._coming.clear()
+        self.branches.clear()
 
     def _may_hit(self, r: RequestState) -> bool:
         return self.caching and not r.output.wants_prompt
 
-    def _match(self, r: RequestState) -> int:
-        """Hold the longest cached prefix of ``r``; returns its pages."""
-        parent = self.pool.root(r.request.cache_salt)
+    def _match(self, r: RequestState) -> tuple[int, int]:
+        """Hold the longest cached prefix of ``r`` that it can go on from.
+
+        Returns (its pages, the pages whose KV is there; more where no state was kept behind them).
+        """
+        path, parent = list[Node](), self.pool.root(r.request.cache_salt)
         for i in range((len(r.tokens) - 1) // self.page_size):
             tokens = self._page_tokens(r, i)
             node = self.pool.find(parent, self._digest(r, i, tokens), tokens)
             if node is None:
                 break
-            self._adopt(r, node)
+            path.append(node)
             parent = node
-        r.chain.hit = len(r.pages) * self.page_size
-        return len(r.pages)
+        found = self.snapshots.deepest(path, r.floor) if self._stateful else len(path)
+        for node in path[:found]:
+            self._adopt(r, node)
+        r.chain.hit = found * self.page_size
+        return found, len(path)
 
     def _adopt(self, r: RequestState, node: Node) -> None:
         self.pool.hold(node.page)
@@ -201,15 +231,23 @@ class KVCache:
         for digest in r.chain.digests[len(r.chain.nodes) :]:
             if self._coming.get(digest) is r:
                 del self._coming[digest]
+        if r.chain.promised:
+            self.branches.retract(r)
 
-    def _soon_here(self, r: RequestState, found: int) -> bool:
+    def _soon_here(self, r: RequestState, found: int, common: int) -> bool:
         """Others are about to compute at least half of what ``r`` lacks: waiting is cheaper."""
-        if not self._may_hit(r):
-            return False
-        soon, end = found, (len(r.tokens) - 1) // self.page_size
-        while soon < end and self._digest(r, soon, self._page_tokens(r, soon)) in self._coming:
-            soon += 1
+        soon, end = self._computed(r, common), (len(r.tokens) - 1) // self.page_size
+        if self._stateful:
+            known = bool(self.snapshots.blocks)
+            return known and self.branches.soon(r, found, soon, self._coming)
         return soon > found and 2 * (soon - found) >= end - found
+
+    def _computed(self, r: RequestState, common: int) -> int:
+        """Leading pages that are there (``common``) or being computed by others."""
+        end, coming = (len(r.tokens) - 1) // self.page_size, self._coming
+        while common < end and self._digest(r, common, self._page_tokens(r, common)) in coming:
+            common += 1
+        return common
 
     # Tiers and peers.
 
@@ -246,6 +284,8 @@ class KVCache:
         everyone = {*holders, *self.leaving}
         assert everyone.issuperset(self._coming.values()), "a page is announced by nobody"
         self.pool.check(Counter(page for r in everyone for page in r.pages))
+        self.snapshots.check(everyone)
+        self.branches.check(everyone)
         taken = [r.slot for r in everyone if r.slot >= 0]
         assert len(set(taken)) == len(taken), "two requests in one slot"
         assert not set(taken) & set(self.slots), "a free slot is in use"

@@ -20,7 +20,7 @@ from deepinfer.engine.in_flight import InFlight, InterruptedWaitError
 from deepinfer.engine.logits import LogitsPipeline
 from deepinfer.engine.output import OutputProcessor, ended, row_fault
 from deepinfer.engine.policy import FCFSPolicy
-from deepinfer.engine.request import RequestState, Status, check_request
+from deepinfer.engine.request import RequestState, Status, check_request, floor_of
 from deepinfer.engine.scheduler import Scheduler
 from deepinfer.engine.stats import Counters, Recorder
 from deepinfer.errors import (
@@ -89,6 +89,7 @@ class Engine:
         check_request(request, self.facts)
         self.logits.check(request)
         r = RequestState(request, self.output.state(request))
+        r.floor = floor_of(request, self.facts.kv.truncation)
         self._open[request.id] = r
         self.counters.requests += 1
         if request.structured is None:

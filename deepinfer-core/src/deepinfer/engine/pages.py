@@ -26,9 +26,23 @@ def chained(parent: bytes, tokens: bytes) -> bytes:
 
 
 class Node:
-    """An index entry: this page holds the KV of ``tokens`` after everything above it."""
+    """An index entry: this page holds the KV of ``tokens`` after everything above it.
 
-    __slots__ = ("alive", "children", "digest", "page", "parent", "tick", "tokens")
+    ``block``: the state block as it stands behind this page, −1 if none was kept; ``floor``: of
+    the request that it was copied from.
+    """
+
+    __slots__ = (
+        "alive",
+        "block",
+        "children",
+        "digest",
+        "floor",
+        "page",
+        "parent",
+        "tick",
+        "tokens",
+    )
 
     def __init__(self, parent: Node | None, digest: bytes, tokens: bytes, page: int) -> None:
         self.parent = parent
@@ -38,12 +52,15 @@ class Node:
         self.children: set[Node] = set()
         self.alive = True
         self.tick = 0
+        self.block = -1
+        self.floor = 0
 
 
 class PagePool:
     """Reference counts, blank pages, the index, and eviction: least recently used leaf first.
 
-    ``hash_page`` is an argument so that tests can make every hash collide.
+    ``hash_page`` is an argument so that tests can make every hash collide. ``dropped`` is told of
+    every entry that leaves the index.
     """
 
     def __init__(
@@ -63,6 +80,7 @@ class PagePool:
         self._node_of: list[Node | None] = [None] * num_pages
         self._leaves: list[tuple[int, int]] = []
         self._tick = 0
+        self.dropped: Callable[[Node], None] = lambda node: None
 
     @property
     def free(self) -> int:
@@ -193,6 +211,7 @@ class PagePool:
             node.alive = False
             node.children = set()
             del self._nodes[node.digest]
+            self.dropped(node)
             self._node_of[node.page] = None
             if self.refs[node.page] == 0:
                 self._idle -= 1

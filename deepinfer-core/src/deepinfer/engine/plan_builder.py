@@ -15,6 +15,7 @@ from deepinfer.engine.request import Ahead, RequestState
 
 if TYPE_CHECKING:
     from deepinfer.api.policy import Budget
+    from deepinfer.engine.snapshots import Snapshots
 
 
 class PlanBuilder:
@@ -60,7 +61,8 @@ class PlanBuilder:
         """A request takes its slot: its tokens, parameters and pages go to the device."""
         request = r.request
         tokens = np.array(r.tokens, np.int32)
-        self.admits.append(Admit(r.slot, tokens, request.limit, request.seed, request.row_params))
+        admit = Admit(r.slot, tokens, request.limit, request.seed, request.row_params, r.floor)
+        self.admits.append(admit)
         self.write_pages(r, 0)
 
     def write_pages(self, r: RequestState, first: int) -> None:
@@ -68,9 +70,13 @@ class PlanBuilder:
         self.pages.extend([(r.slot, i, r.pages[i]) for i in range(first, len(r.pages))])
 
     def chunk(self, r: RequestState) -> None:
-        """The next part of a prefill, as far as the budget goes; the last one emits a token."""
+        """The next part of a prefill, as far as the budget goes; the last one emits a token.
+
+        It stops where the request's state is wanted (``Chain.cuts``).
+        """
         start = r.prefilled
-        n = min(self.left, self.prefill_left, r.prefill_to - start)
+        stop = min((cut for cut in r.chain.cuts if cut > start), default=r.prefill_to)
+        n = min(self.left, self.prefill_left, stop - start)
         if n <= 0:
             return
         r.prefilled = end = start + n
@@ -94,13 +100,14 @@ class PlanBuilder:
         self.left += 1
         self.pages = [write for write in self.pages if write[0] != r.slot]
 
-    def build(self, memory: RowMemory) -> BatchPlan | None:
-        """The plan, decodes first; None if no row is in it."""
+    def build(self, memory: RowMemory, snapshots: Snapshots) -> BatchPlan | None:
+        """The plan, decodes first, with the state to copy; None if no row is in it."""
         decodes = len(self.decoding)
         if not decodes and not self.rows:
             return None
         memory.steps += 1
         draft_rows = min(self.draft_rows, (self.width - 1) * decodes)
+        saves, restores = snapshots.take()
         return BatchPlan(
             step=memory.steps,
             admits=tuple(self.admits),
@@ -109,6 +116,8 @@ class PlanBuilder:
             draft_rows=draft_rows,
             shape=decodes + draft_rows + sum([row[2] for row in self.rows]),
             constrained=self.constrained,
+            saves=saves,
+            restores=restores,
         )
 
 

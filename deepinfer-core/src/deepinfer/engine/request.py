@@ -17,6 +17,7 @@ from deepinfer.errors import InvalidRequestError, KVCacheTooSmallError
 if TYPE_CHECKING:
     from deepinfer.api.executor import ModelFacts
     from deepinfer.api.grammar import Grammar
+    from deepinfer.api.kv import Truncation
     from deepinfer.api.plan import Request
     from deepinfer.engine.output import OutputState
     from deepinfer.engine.pages import Node
@@ -65,22 +66,31 @@ class Chain:
     ``digests``: of its leading full pages, each computed once in the request's life, because
     tokens are only ever appended. ``nodes``: index entries of its leading pages while it holds
     them. ``hit``: positions whose KV it found at its last admission.
+
+    For models with state: ``cuts``, where its prefill stops for a snapshot; ``promised``,
+    boundaries whose snapshot others wait for; ``saved``, the last boundary that was asked for;
+    ``pending``, boundary → block of those whose pages are not published yet.
     """
 
-    __slots__ = ("digests", "hit", "nodes")
+    __slots__ = ("cuts", "digests", "hit", "nodes", "pending", "promised", "saved")
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
         self.nodes: list[Node] = []
         self.hit = 0
+        self.cuts: set[int] = set()
+        self.promised: set[int] = set()
+        self.saved = 0
+        self.pending: dict[int, int] = {}
 
 
 class RequestState:
     """A request's tokens, its place on the device, and what is in flight for it.
 
     It holds its pages and slot while it runs; each row in flight and each transfer (``leases``)
-    holds them too. ``KVCache.settle`` gives them back when nothing does. It is also the policy's
-    :class:`~deepinfer.api.policy.View` of the request.
+    holds them too. ``KVCache.settle`` gives them back when nothing does. ``floor``: the first
+    position that a truncating model's late layers run; it depends on the prompt's length alone. It
+    is also the policy's :class:`~deepinfer.api.policy.View` of the request.
     """
 
     __slots__ = (
@@ -88,6 +98,7 @@ class RequestState:
         "ahead_lo",
         "chain",
         "drafts",
+        "floor",
         "grammar",
         "in_flight",
         "leases",
@@ -117,6 +128,7 @@ class RequestState:
         self.grammar: Grammar | None = None
         self.drafts: list[int] = []
         self.chain = Chain()
+        self.floor = 0
 
     @property
     def lo(self) -> int:
@@ -173,6 +185,16 @@ class RequestState:
     @property
     def held_pages(self) -> int:
         return len(self.pages)
+
+
+def floor_of(request: Request, truncation: Truncation | None) -> int:
+    """Where a truncating model's late layers begin on this request.
+
+    Logprobs of the prompt need all layers on every row.
+    """
+    if truncation is None or request.row_params.prompt_logprobs >= 0:
+        return 0
+    return truncation.floor(len(request.token_ids))
 
 
 def check_request(request: Request, facts: ModelFacts) -> None:

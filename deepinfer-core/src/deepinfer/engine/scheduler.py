@@ -73,6 +73,7 @@ class Scheduler:
         r.status = Status.FINISHED
         if r.pages:
             self.cache.keep(r)
+            self.cache.snapshots.leaves(r, True)
         self.cache.settle(r)
 
     def preempt(self, r: RequestState) -> None:
@@ -81,6 +82,7 @@ class Scheduler:
         r.output.metrics.preemptions += 1
         self.running.remove(r)
         r.status = Status.PREEMPTED
+        self.cache.snapshots.leaves(r, False)
         self.waiting.insert(0, r)
         self._sorted = False
         self.cache.settle(r)
@@ -95,11 +97,13 @@ class Scheduler:
         facts = self._facts()
         budget = checked_budget(self.policy, facts)
         build = PlanBuilder(budget, self._draft_rows(facts, budget), self.draft_len)
+        self.cache.snapshots.copy()
         self._decodes(build)
+        self.cache.snapshots.copy()  # of those who gave way
         self._chunks(build)
         self._loaded(build)
         self._admissions(build)
-        plan = build.build(self._rows)
+        plan = build.build(self._rows, self.cache.snapshots)
         if plan is not None:
             self.planned = build.decoding + build.prefilling
             self.decodes = len(build.decoding)
@@ -156,7 +160,13 @@ class Scheduler:
     def _chunks(self, build: PlanBuilder) -> None:
         for r in self.running:
             if r.prefilled < r.prefill_to:
-                build.chunk(r)
+                self._chunk(build, r)
+
+    def _chunk(self, build: PlanBuilder, r: RequestState) -> None:
+        before = r.prefilled
+        build.chunk(r)
+        if r.prefilled > before:
+            self.cache.snapshots.chunked(r)
 
     def land(self, planned: list[RequestState], out: StepOutput) -> None:
         """A step has arrived: move the bounds, publish full pages, give back what waited for it.
@@ -252,4 +262,4 @@ class Scheduler:
             metrics.first_scheduled = self.clock()
             metrics.cached_tokens = start
         build.enter(r)
-        build.chunk(r)
+        self._chunk(build, r)
