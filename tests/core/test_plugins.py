@@ -600,7 +600,7 @@ def test_opening_all_windows_loads_nothing_heavy(site):
         "import sys\nfrom deepinfer.plugins import PluginManager, Wanted\n"
         "r = PluginManager().resolve(Wanted(kinds={'backend': 'chip', 'sampler': None}))\n"
         "import deepinfer.builtin as b\nb.native_kernels()\n"
-        "heavy = ('torch', 'numpy', 'pydantic', 'deepinfer.native', 'deepinfer.ops')\n"
+        "heavy = ('torch', 'numpy', 'pydantic', 'deepinfer.native.loader', 'deepinfer.ops')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
     done = subprocess.run(

@@ -24,7 +24,7 @@ TABLE = {
     "config": (PLAIN, "", "never", "pydantic"),
     "sampling_params": (PLAIN, "", "never", "pydantic"),
     "api": ("", "", "never", "pluggy"),
-    "builtin": ("__init__ api", "", "never", ""),
+    "builtin": ("__init__ api", "native", "never", ""),
     "discovery": (f"{PLAIN} __init__ api", "", "never", "pluggy importlib_metadata packaging"),
     "choice": (f"{PLAIN} api discovery resolution", "", "never", ""),
     "resolution": (f"{PLAIN} api discovery", "", "never", ""),

@@ -5,10 +5,6 @@ A window like every plugin's: light, so that listing what core has imports none 
 
 from __future__ import annotations
 
-import os
-from importlib.machinery import PathFinder
-
-import deepinfer
 from deepinfer.api.hookspecs import hookimpl
 from deepinfer.api.specs import (
     BackendSpec,
@@ -21,11 +17,10 @@ from deepinfer.api.specs import (
 
 
 def native_kernels() -> str | None:
-    """None if the compiled kernels lie beside the package; looks without importing a room."""
-    rooms = [os.path.join(folder, "native") for folder in deepinfer.__path__]
-    if PathFinder.find_spec("deepinfer.native._kernels", rooms) is not None:
-        return None
-    return "native kernels were not built (no C compiler at install time)"
+    """None if compiled kernels lie beside the package and belong to it; loads no torch."""
+    from deepinfer.native import misfit
+
+    return misfit()
 
 
 @hookimpl

@@ -51,14 +51,14 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_native() -> Iterator[Finding]:
-    """The compiled CPU kernels are there."""
+    """The compiled CPU kernels are there, and of this version."""
     from deepinfer.builtin import native_kernels
 
     reason = native_kernels()
     if reason is None:
         yield Finding("ok", "native CPU kernels are built")
     else:
-        step = "Install a C compiler and reinstall deepinfer-core; the reference backend works."
+        step = "Reinstall deepinfer-core where a C compiler is; the reference backend works."
         yield Finding("note", reason, step)
 
 

@@ -1,5 +1,6 @@
 """The compiled extension. Arguments are addresses, sizes and dtype codes: ``module.c`` has them."""
 
+interface: int
 best_isa: int
 is_x86: int
 

@@ -11,6 +11,11 @@ import ctypes
 
 import torch  # noqa: F401  (loads the OpenMP runtime, globally)
 
+from deepinfer.native import misfit
+
+if (_reason := misfit()) is not None:  # before anything calls what may take other arguments
+    raise ImportError(_reason)
+
 from deepinfer.native import _kernels
 
 ISA_NAMES = ("baseline", "avx2", "avx512")

@@ -19,6 +19,10 @@
 
 #include "kernels.h"
 
+/* Goes with INTERFACE in __init__.py: raise both when what a function takes or gives changes, so
+ * that an extension compiled before is refused and not called. */
+#define INTERFACE 1
+
 typedef union {
     int64_t i;
     double d;
@@ -602,7 +606,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1,
 PyMODINIT_FUNC PyInit__kernels(void) {
     detect();
     PyObject *m = PyModule_Create(&module);
-    if (m && (PyModule_AddIntConstant(m, "best_isa", best_isa) ||
+    if (m && (PyModule_AddIntConstant(m, "interface", INTERFACE) ||
+              PyModule_AddIntConstant(m, "best_isa", best_isa) ||
               PyModule_AddIntConstant(m, "is_x86", HAVE_X86))) {
         Py_DECREF(m);
         return NULL;
