@@ -56,12 +56,16 @@ def case(op: str, name: str, dtypes: tuple[str, ...] = BOTH, **marks: Any) -> Ca
     return declare
 
 
-def by_rows(op: str, dtypes: tuple[str, ...] = BOTH, **marks: Any) -> Callable[..., Any]:
-    """Declare a case for 0, 1, 7 and 70 rows; the function takes ``rows``."""
+def by_rows(
+    op: str, dtypes: tuple[str, ...] = BOTH, prefix: str = "", **marks: Any
+) -> Callable[..., Any]:
+    """Declare a case for 0, 1, 7 and 70 rows; the function takes ``rows`` and what is given."""
+    given = marks.pop("given", {})
 
     def declare(fn: Callable[..., Any]) -> Callable[..., Any]:
         for name, rows in ROWS.items():
-            case(op, name, dtypes, given={"rows": rows}, **marks)(fn)
+            full = f"{prefix}_{name}" if prefix else name
+            case(op, full, dtypes, given={"rows": rows, **given}, **marks)(fn)
         return fn
 
     return declare

@@ -29,6 +29,7 @@ class ByRow:
     make: Callable[[Draw, int], Rows]
     call: Callable[[Run, Rows], Any]
     logits: bool = False  # float32 only
+    label: str = ""  # tells several of one op apart
 
     def __call__(self, run: Run, rows: Rows) -> Any:
         """The op's outputs for these rows, weights drawn afresh."""
@@ -146,7 +147,13 @@ BY_ROW = [
         _moe,
     ),
     *(
-        ByRow("route", lambda d, n: (d.grid(n, 8),), partial(_route, score=score), logits=True)
+        ByRow(
+            "route",
+            lambda d, n: (d.grid(n, 8),),
+            partial(_route, score=score),
+            logits=True,
+            label=score,
+        )
         for score in ("softmax", "sigmoid", "sqrtsoftplus")
     ),
     ByRow(

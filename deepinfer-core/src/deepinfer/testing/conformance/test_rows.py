@@ -18,22 +18,24 @@ from deepinfer.testing.conformance.draw import Draw
 from deepinfer.testing.conformance.kit import Kit, Run, same_bits, tensors
 from deepinfer.testing.conformance.pages import Paged
 from deepinfer.testing.conformance.rows import BY_ROW, ByRow, Rows
+from deepinfer.testing.conformance.rows_v41 import BY_ROW_V41
 from deepinfer.testing.conformance.session import kit_of
 
+EVERY = [*BY_ROW, *BY_ROW_V41]
 COUNT = 9
 BIG_COUNT = 131
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each op and dtype; route stands there once for each score function."""
+    """A test for each op and dtype; some ops stand there more than once, with labels."""
     if "by_row" in metafunc.fixturenames:
         kit = kit_of(metafunc.config)
-        dtypes, ops = kit.dtypes, frozenset(b.op for b in BY_ROW)
+        dtypes, ops = kit.dtypes, frozenset(b.op for b in EVERY)
         if metafunc.function is not test_rows_are_independent:
             ops = kit.claims()
         chosen = [
             pytest.param(b, d, id=_name(b, d))
-            for b in BY_ROW
+            for b in EVERY
             if b.op in ops
             for d in (("float32",) if b.logits else dtypes)
         ]
@@ -41,8 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _name(by_row: ByRow, dtype: str) -> str:
-    score = getattr(by_row.call, "keywords", {}).get("score")
-    parts = [by_row.op, score] if score else [by_row.op]
+    parts = [by_row.op, by_row.label] if by_row.label else [by_row.op]
     return "-".join(parts if by_row.logits else [*parts, dtype])
 
 
