@@ -60,6 +60,7 @@ class Tokenizer:
 
     def __init__(self, inner: Any, parts: TokenizerParts) -> None:
         self._inner = inner
+        self._plain = _without_added(inner)
         self._parts = parts
         added = inner.get_added_tokens_decoder()
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
@@ -134,6 +135,19 @@ class Tokenizer:
             ) from why
         return [*self._parts.prefix, *ids, *self._parts.suffix]
 
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of a text in which nothing is special: tokens spelled out stay plain text.
+
+        Raises:
+            InvalidRequestError: this is no text (half of a surrogate pair, say).
+        """
+        try:
+            return list(self._plain.encode(text, add_special_tokens=False).ids)
+        except (TypeError, ValueError) as why:
+            raise InvalidRequestError(
+                f"This text cannot be encoded: {why}.", setting="prompt"
+            ) from why
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; ids outside the vocabulary are skipped, broken UTF-8 becomes U+FFFD."""
         try:
@@ -166,6 +180,16 @@ class Tokenizer:
         if "Metaspace" in self._decoder:
             return token.replace(_SPACE, " ").encode()
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _without_added(inner: Any) -> Any:
+    """The same model and rules without the added vocabulary; the model is shared, not copied."""
+    plain = tokenizers_package().Tokenizer(inner.model)
+    if inner.normalizer is not None:
+        plain.normalizer = inner.normalizer
+    if inner.pre_tokenizer is not None:
+        plain.pre_tokenizer = inner.pre_tokenizer
+    return plain
 
 
 def _decoder_types(inner: Any) -> tuple[str, ...]:

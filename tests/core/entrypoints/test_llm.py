@@ -96,10 +96,10 @@ def test_what_the_engine_refuses(toy):
 class Rendered:
     """Stands for a chat format."""
 
-    def render(self, messages, tools=None, add_generation_prompt=True, template_kwargs=None):
-        from deepinfer.chat import check_messages
+    def render(self, messages, options=None):
+        from deepinfer.chat import RenderedChat, check_messages
 
-        return "".join(m["content"] for m in check_messages(messages))
+        return RenderedChat(text="".join(m["content"] for m in check_messages(messages)))
 
 
 def test_conversations_one_or_many_and_a_bad_one_alone(toy):

@@ -19,7 +19,10 @@ _SAME: Final = (
     "skip_special_tokens", "so_args", "prompt_logprobs",
 )  # fmt: skip
 _OURS: Final = ("model", "max_completion_tokens", "logit_bias", "logprobs", "response_format")
-_CHAT: Final = ("messages", "top_logprobs", "tools", "chat_template")
+_CHAT: Final = (
+    "messages", "top_logprobs", "tools", "tool_choice", "reasoning_effort", "chat_template",
+    "chat_template_kwargs",
+)  # fmt: skip
 _TEXT: Final = ("prompt",)
 _LABELS: Final = ("user", "metadata")
 # What a batch does anyway, and so the only values that can be asked for.

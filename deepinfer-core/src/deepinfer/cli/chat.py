@@ -98,8 +98,19 @@ async def _stream(llm: Any, params: Any, talk: list[Any], said: list[str]) -> No
     try:
         async for output in stream:
             for out in output.outputs[:1]:
-                said.append(out.text)
-                click.echo(out.text, nl=False)
+                said.append(_show(out))
                 sys.stdout.flush()
     finally:
         await stream.aclose()
+
+
+def _show(out: Any) -> str:
+    """Print what came; give what belongs into the conversation, which reasoning does not."""
+    if out.message is None:
+        click.echo(out.text, nl=False)
+        return str(out.text)
+    if out.message.reasoning_content:
+        click.secho(out.message.reasoning_content, dim=True, nl=False)
+    if out.message.content:
+        click.echo(out.message.content, nl=False)
+    return out.message.content or ""

@@ -142,6 +142,7 @@ def record(prompt: Any, result: Any) -> dict[str, Any]:
             "token_ids": list(out.token_ids),
             "finish_reason": out.finish_reason,
             "stop_reason": out.stop_reason,
+            **({} if out.message is None else {"message": out.message.as_dict()}),
             **({} if out.logprobs is None else {"logprobs": _logprobs(out.logprobs)}),
         }
         for out in result.outputs

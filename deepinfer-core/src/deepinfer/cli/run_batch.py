@@ -122,9 +122,15 @@ def _names(llm: Any) -> tuple[str, ...]:
 
 
 def _prompt(llm: Any, body: Mapping[str, Any]) -> Any:
-    return llm.assembly.render_chat(
-        body.get("messages"), True, body.get("chat_template"), body.get("tools")
+    from deepinfer.chat import ChatOptions
+
+    options = ChatOptions(
+        tools=body.get("tools"),
+        tool_choice=body.get("tool_choice"),
+        reasoning_effort=body.get("reasoning_effort"),
+        template_kwargs=body.get("chat_template_kwargs") or {},
     )
+    return llm.assembly.render_chat(body.get("messages"), options, body.get("chat_template"))
 
 
 def _line(job: _Job, number: int, model: str) -> dict[str, Any]:
@@ -170,7 +176,8 @@ def _choices(job: _Job) -> Iterator[dict[str, Any]]:
     for out in job.result.outputs:
         choice: dict[str, Any] = {"index": out.index, "finish_reason": out.finish_reason}
         if job.chat:
-            choice["message"] = {"role": "assistant", "content": out.text}
+            parts = {"role": "assistant", "content": out.text}
+            choice["message"] = parts if out.message is None else out.message.as_dict()
         else:
             choice["text"] = out.text
         if out.logprobs is not None:

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from deepinfer import settings
+from deepinfer.chat import ChatFormat, ChatOptions, chat_format, prompt_ids
+from deepinfer.chat.interface import NO_WISHES
 from deepinfer.config import EngineConfig
-from deepinfer.entrypoints.inputs import Message, Preparer, TextPrompt
+from deepinfer.entrypoints.inputs import ChatPrompt, Message, Preparer
 from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.plugins import PluginManager, Resolution, Wanted
 from deepinfer.sampling_params import SamplingParams
@@ -24,7 +26,6 @@ from deepinfer.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from deepinfer.api.executor import Executor, ModelFacts
     from deepinfer.api.observer import Observer
-    from deepinfer.chat import ChatFormat
     from deepinfer.engine.engine import Engine
     from deepinfer.models.source import ModelSource
     from deepinfer.tokenizer import Tokenizer
@@ -86,24 +87,32 @@ class Assembly:
     def render_chat(
         self,
         messages: Sequence[Message],
-        add_generation_prompt: bool = True,
+        options: ChatOptions = NO_WISHES,
         template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> TextPrompt:
-        """A conversation as a prompt: its text and its ids."""
+    ) -> ChatPrompt:
+        """A conversation as a prompt: its text, its ids, and how to read the answer.
+
+        Args:
+            messages: role and content each, oldest first.
+            options: what else the caller wishes.
+            template: a Jinja template in place of the model's own format.
+        """
         if self.tokenizer is None:
             raise TokenizerError("This engine has no tokenizer, so it cannot chat.")
         chat = self._chat_formats.get(template)
         if chat is None:
-            from deepinfer.chat import chat_format
-
             if len(self._chat_formats) >= _CHAT_FORMATS:
                 self._chat_formats.clear()  # who brings a template of his own each time
-            chat = self._chat_formats[template] = chat_format(self.tokenizer, template)
-        text = chat.render(messages, tools, add_generation_prompt, template_kwargs)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": ids}
+            chat = chat_format(self.tokenizer, template, self.facts.architecture)
+            self._chat_formats[template] = chat
+        rendered = chat.render(messages, options)
+        if rendered.images:
+            raise InvalidRequestError(
+                f"{rendered.images[0].where} is an image; this engine does not take images yet.",
+                setting="messages",
+            )
+        ids = prompt_ids(rendered, self.tokenizer)
+        return {"prompt": rendered.text, "prompt_token_ids": ids, "parser": rendered.parser}
 
 
 def assemble(config: EngineConfig) -> Assembly:

@@ -14,6 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from deepinfer.api.plan import Delta
+from deepinfer.chat import ChatOptions
+from deepinfer.chat.interface import ToolChoice
 from deepinfer.entrypoints.assemble import Assembly
 from deepinfer.entrypoints.front import FrontDoor
 from deepinfer.entrypoints.inputs import Message, Prepared, Prompt
@@ -91,9 +93,26 @@ class AsyncLLM(FrontDoor):
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation, through the model's chat template."""
-        prompt = self.assembly.render_chat(messages, add_generation_prompt, chat_template, tools)
+        """Answer one conversation, through the model's chat format; see :meth:`LLM.chat`.
+
+        With ``output_kind`` "delta", ``message`` holds what came since the last output.
+        """
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            reasoning_effort=reasoning_effort,
+            thinking=enable_thinking,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        prompt = self.assembly.render_chat(messages, options, chat_template)
         inner = self.generate(prompt, sampling_params, request_id, priority=priority)
         try:
             async for output in inner:
@@ -219,6 +238,7 @@ class _Stream:
             prepared.token_ids,
             len(prepared.requests),
             prepared.params.output_kind,
+            prepared.parser,
         )
         self.ids = [request.id for request in prepared.requests]
         self._final_only = prepared.params.output_kind == "final_only"

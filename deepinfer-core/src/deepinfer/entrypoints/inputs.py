@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from deepinfer.api.plan import Request
 from deepinfer.engine.logits import to_row_params
@@ -23,6 +23,7 @@ from deepinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import ModelFacts
+    from deepinfer.chat import OutputParser
 
 
 class TextPrompt(TypedDict):
@@ -30,6 +31,12 @@ class TextPrompt(TypedDict):
 
     prompt: str
     prompt_token_ids: NotRequired[Sequence[int]]
+
+
+class ChatPrompt(TextPrompt):
+    """A rendered conversation; ``parser`` makes what takes an answer apart, where one can."""
+
+    parser: NotRequired[Callable[[], OutputParser] | None]
 
 
 class TokensPrompt(TypedDict):
@@ -41,19 +48,23 @@ class TokensPrompt(TypedDict):
 _DRAWN = 0xD1B54A32D192ED03
 """Keeps drawn seeds apart from the seeds of parallel samples, which come from ``mix`` too."""
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Prompt = str | Sequence[int] | TextPrompt | ChatPrompt | TokensPrompt
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt that may run: its text if it came as text, its ids, one request per sample."""
+    """A prompt that may run: its text if it came as text, its ids, one request per sample.
+
+    ``parser`` makes a parser of the answer for each sample of a conversation.
+    """
 
     request_id: str
     prompt: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
     requests: tuple[Request, ...]
+    parser: Callable[[], OutputParser] | None = None
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -144,6 +155,11 @@ class Preparer:
                 setting="sampling_params",
             )
         rank = _rank(priority)
+        parser = cast("ChatPrompt", prompt).get("parser") if isinstance(prompt, Mapping) else None
+        if not params.detokenize:
+            parser = None  # an answer is taken apart by its text
+        if parser is not None:
+            params = _with_marks(params)
         text, ids = self._ids(prompt)
         self._check_length(ids)
         in_vocabulary("prompt_token_ids", ids, self._vocab)
@@ -165,7 +181,7 @@ class Preparer:
             )
             for i in range(params.n)
         )
-        return Prepared(request_id, text, ids, params, requests)
+        return Prepared(request_id, text, ids, params, requests, parser)
 
     def _ids(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         text = shown(prompt)
@@ -228,6 +244,18 @@ class Preparer:
         if self._seed is None:
             return int.from_bytes(os.urandom(8), "little")
         return mix(self._seed ^ _DRAWN, next(self._drawn))
+
+
+def _with_marks(params: SamplingParams) -> SamplingParams:
+    """Special tokens stay in the text: the marks that a parser needs may be among them."""
+    if params.skip_special_tokens and "skip_special_tokens" in params.model_fields_set:
+        raise InvalidRequestError(
+            "skip_special_tokens=True would take out the marks between reasoning, answer and tool "
+            "calls, which this model's answers are taken apart by.",
+            setting="skip_special_tokens",
+            next_step="Leave it out; output.message holds the parts without marks.",
+        )
+    return params.model_copy(update={"skip_special_tokens": False})
 
 
 def _rank(priority: Any) -> int:

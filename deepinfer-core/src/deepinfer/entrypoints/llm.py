@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from deepinfer.api.plan import Delta
+from deepinfer.chat import ChatOptions
+from deepinfer.chat.interface import ToolChoice
 from deepinfer.entrypoints.driver import Gate
 from deepinfer.entrypoints.front import FrontDoor
 from deepinfer.entrypoints.inputs import Message, Prepared, Prompt, as_list, one_each, shown
@@ -101,23 +103,43 @@ class LLM(FrontDoor):
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        enable_thinking: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, through the model's chat template.
+        """Answer one conversation or a list of them, through the model's chat format.
+
+        Where the format can read its model's answers, ``outputs[i].message`` holds the parts:
+        ``reasoning_content``, ``content``, ``tool_calls``. What the format does not have is
+        refused by name.
 
         Args:
             messages: ``[{"role": "user", "content": "…"}]``, or a list of such lists.
             add_generation_prompt: end with the mark that opens the assistant's answer.
-            chat_template: a Jinja template in place of the model's own.
-            tools: JSON descriptions of functions, for templates that show them.
+            chat_template: a Jinja template in place of the model's own format.
+            tools: JSON descriptions of the functions that the model may call.
+            tool_choice: ``auto``, ``none``, ``required`` or a function's name, as OpenAI spells it.
+            response_format: shown to the model, not forced: ``SamplingParams.so_args`` forces.
+            reasoning_effort: how long to think, in the words of the model's format.
+            enable_thinking: whether to think; None is the format's default.
+            chat_template_kwargs: further variables of the format.
         """
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            reasoning_effort=reasoning_effort,
+            thinking=enable_thinking,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=chat_template_kwargs or {},
+        )
         asked: list[Prompt | InvalidRequestError] = []
         for talk in _conversations(messages):
             try:
-                prompt = self.assembly.render_chat(
-                    talk, add_generation_prompt, chat_template, tools
-                )
-                asked.append(prompt)
+                asked.append(self.assembly.render_chat(talk, options, chat_template))
             except InvalidRequestError as why:
                 asked.append(why)
         return self._generate(asked, sampling_params, None, use_tqdm)
@@ -177,7 +199,11 @@ class _Call:
     def take(self, place: int, prepared: Prepared) -> None:
         """A prompt that will run."""
         gathering = Gathering(
-            prepared.request_id, prepared.prompt, prepared.token_ids, len(prepared.requests)
+            prepared.request_id,
+            prepared.prompt,
+            prepared.token_ids,
+            len(prepared.requests),
+            parser=prepared.parser,
         )
         self._slots[place] = gathering
         for i, request in enumerate(prepared.requests):

@@ -6,11 +6,12 @@ callers think in prompts. :class:`Gathering` collects the deltas of one prompt's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deepinfer.api.plan import Delta, RequestMetrics, TokenLogprob
+from deepinfer.chat.interface import ChatMessage, ChatPiece, MessageBuilder, OutputParser
 
 Logprobs = dict[int, TokenLogprob]
 OutputKind = Literal["cumulative", "delta", "final_only"]
@@ -30,8 +31,10 @@ class OutputToken:
 class CompletionOutput:
     """One sample of one prompt.
 
-    ``finish_reason`` is None while it runs, then ``stop``, ``length``, ``abort`` or ``error``;
-    ``stop_reason`` is the stop text or stop id that ended it (None for the model's own end).
+    ``finish_reason`` is None while it runs, then ``stop``, ``length``, ``abort`` or ``error``, or
+    ``tool_calls`` where an answer was taken apart and ended with calls; ``stop_reason`` is the stop
+    text or stop id that ended it (None for the model's own end). ``message`` holds the parts of a
+    conversation's answer, where the chat format reads them; ``text`` is raw, marks included.
     """
 
     index: int
@@ -41,6 +44,7 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    message: ChatMessage | None = None
 
     def finished(self) -> bool:
         """Whether nothing more will come."""
@@ -116,6 +120,7 @@ class Gathering:
         prompt, token_ids: the prompt as given and as ids.
         samples: how many run; sample i's deltas come as ``add(i, delta)``.
         kind: what ``output`` gives: everything so far, or what came since it was last asked.
+        parser: makes a parser of the answer, one for each sample.
     """
 
     def __init__(
@@ -125,13 +130,14 @@ class Gathering:
         token_ids: Sequence[int],
         samples: int,
         kind: OutputKind = "cumulative",
+        parser: Callable[[], OutputParser] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.token_ids = list(token_ids)
         self.kind = kind
         self.error: Exception | None = None
-        self._parts = [_Sample(i) for i in range(samples)]
+        self._parts = [_Sample(i, parser and parser()) for i in range(samples)]
         self._prompt_logprobs: list[Logprobs | None] | None = None
         self._metrics: RequestMetrics | None = None
 
@@ -178,8 +184,9 @@ class Gathering:
 class _Sample:
     """One sample's text so far, and how much of it has been handed out."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, parser: OutputParser | None = None) -> None:
         self.out = CompletionOutput(index)
+        self._answer = None if parser is None else _Answer(parser)
         self._told_tokens = 0
         self._told_text = 0
         self._told_end = False
@@ -201,10 +208,13 @@ class _Sample:
     def snapshot(self) -> CompletionOutput:
         out = self.out
         if self._pieces:  # joined when looked at: adding to a text once a step is quadratic
-            out.text += "".join(self._pieces)
+            new = "".join(self._pieces)
             self._pieces.clear()
+            out.text += new
+            if self._answer is not None:
+                self._answer.feed(new)
         logprobs = None if out.logprobs is None else list(out.logprobs)
-        return CompletionOutput(
+        whole = CompletionOutput(
             out.index,
             out.text,
             list(out.token_ids),
@@ -213,6 +223,11 @@ class _Sample:
             out.finish_reason,
             out.stop_reason,
         )
+        if self._answer is not None:
+            if out.finish_reason is not None:
+                whole.finish_reason = self._answer.finish(out.finish_reason)
+            whole.message = self._answer.message()
+        return whole
 
     def news(self) -> CompletionOutput | None:
         whole = self.snapshot()
@@ -225,7 +240,41 @@ class _Sample:
         whole.token_ids, whole.text = whole.token_ids[tokens:], whole.text[text:]
         if whole.logprobs is not None:
             whole.logprobs = whole.logprobs[tokens:]
+        if self._answer is not None:
+            whole.message = self._answer.news()
         return whole
+
+
+class _Answer:
+    """One answer while it is taken apart: all of it, and what has not been handed out."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._whole = MessageBuilder()
+        self._new = MessageBuilder()
+        self._ended = False
+
+    def feed(self, text: str) -> None:
+        self._take(self._parser.feed(text))
+
+    def finish(self, reason: str) -> str:
+        """End it, once; the reason to show in place of the engine's."""
+        if not self._ended:
+            self._ended = True
+            self._take(self._parser.finish(reason))
+        return self._parser.finish_reason or reason
+
+    def _take(self, pieces: Sequence[ChatPiece]) -> None:
+        self._whole.add(pieces)
+        self._new.add(pieces)
+
+    def message(self) -> ChatMessage:
+        return self._whole.message()
+
+    def news(self) -> ChatMessage:
+        """What came since this was last asked."""
+        new, self._new = self._new, MessageBuilder()
+        return new.message()
 
 
 def _joined(one: RequestMetrics | None, two: RequestMetrics) -> RequestMetrics:

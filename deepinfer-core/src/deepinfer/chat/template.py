@@ -1,8 +1,7 @@
-"""Conversations to prompt text.
+"""The common chat format: a Jinja template that came with the model.
 
-Where you are: ``LLM.chat`` and the server render messages here, then encode the text without
-further special tokens. A ``ChatFormat`` is anything that renders; ``TemplateFormat`` is the common
-one, a Jinja template that came with the model, run in a sandbox because models are downloads.
+Where you are: one of the formats behind ``chat_format``. Templates run in a sandbox, because models
+are downloads. A wish that no variable of the template stands for is refused.
 """
 
 from __future__ import annotations
@@ -10,55 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
+from deepinfer.chat.interface import NO_WISHES, ChatOptions, Message, RenderedChat
+from deepinfer.chat.messages import check_messages
 from deepinfer.errors import InvalidRequestError, TokenizerError
 
-if TYPE_CHECKING:
-    from deepinfer.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-
-
-class ChatFormat(Protocol):
-    """Renders a conversation to the text that the model was trained on."""
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text, special tokens included.
-
-        Args:
-            messages: role and content each, oldest first.
-            tools: JSON schemas of the functions that the model may call.
-            add_generation_prompt: end with the opening of the assistant's turn.
-            template_kwargs: further variables, such as ``enable_thinking``.
-
-        Raises:
-            InvalidRequestError: a message is malformed, or the format refuses it.
-        """
-        ...
-
-
-def chat_format(tokenizer: Tokenizer, template: str | None = None) -> ChatFormat:
-    """The format of a model: the given template, else the one that came with the tokenizer.
-
-    Raises:
-        TokenizerError: there is no template, or it is not valid Jinja.
-    """
-    templates = {"default": template} if template is not None else tokenizer.chat_templates
-    if not templates:
-        raise TokenizerError(
-            f"{tokenizer.name} came without a chat template (a base model, perhaps).",
-            setting="chat_template",
-            next_step="Use generate() with a text prompt, or pass a chat template.",
-        )
-    return TemplateFormat(templates, tokenizer.special_tokens, tokenizer.name)
+# Names for whether the model should think, in the templates of different families.
+_THINKING: Final = ("enable_thinking", "thinking")
+_OURS: Final = ("messages", "tools", "add_generation_prompt")
 
 
 class TemplateFormat:
@@ -74,36 +33,65 @@ class TemplateFormat:
         self._name = name
         environment = _environment()
         self._compiled = {key: _compile(environment, text, name) for key, text in templates.items()}
+        self._reads = {key: _names_read(environment, text) for key, text in templates.items()}
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Message], options: ChatOptions = NO_WISHES) -> RenderedChat:
+        talk = [_parsed_calls(m) for m in check_messages(messages)]
+        shown = options.tools if options.tools and options.tool_choice != "none" else None
+        key = self._key(bool(shown))
         variables = {
             **self._special_tokens,
-            **(template_kwargs or {}),
-            "messages": [_parsed_calls(m) for m in check_messages(messages)],
-            "tools": [dict(tool) for tool in tools] if tools else None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            **self._wishes(options, self._reads[key]),
+            "messages": talk,
+            "tools": [dict(tool) for tool in shown] if shown else None,
+            "add_generation_prompt": options.add_generation_prompt,
         }
-        template = self._template(bool(tools))
         try:
-            return str(template.render(variables))
+            return RenderedChat(text=str(self._compiled[key].render(variables)))
         except Exception as why:  # a template is a program, and it came with the model
             raise InvalidRequestError(
                 f"The chat template of {self._name} refuses these messages: {why}.",
                 setting="messages",
             ) from why
 
-    def _template(self, with_tools: bool) -> Any:
+    def _wishes(self, options: ChatOptions, reads: frozenset[str]) -> dict[str, Any]:
+        """The template's variables for what the caller wishes; refused where it reads none."""
+        found = dict(options.template_kwargs)
+        for name in found:
+            if name not in reads or name in _OURS:
+                self._refuse(name)
+        if options.tools and options.tool_choice != "none" and "tools" not in reads:
+            self._refuse("tools")
+        if options.thinking is not None:
+            known = next((n for n in _THINKING if n in reads), None)
+            _set(found, known or self._refuse("enable_thinking"), options.thinking)
+        named = {
+            "reasoning_effort": options.reasoning_effort,
+            "response_format": options.response_format,
+            "tool_choice": options.tool_choice,
+        }
+        for name, value in named.items():
+            done = value is None or (name == "tool_choice" and value in ("auto", "none"))
+            if name in reads and value is not None:
+                _set(found, name, value)
+            elif not done and value != {"type": "text"}:
+                self._refuse(name)
+        return found
+
+    def _refuse(self, name: str) -> NoReturn:
+        hint = "SamplingParams(so_args=…) forces a format." if name == "response_format" else None
+        raise InvalidRequestError(
+            f"The chat template of {self._name} does not know {name}.",
+            setting=name,
+            next_step=hint,
+        )
+
+    def _key(self, with_tools: bool) -> str:
         if with_tools and "tool_use" in self._compiled:
-            return self._compiled["tool_use"]
+            return "tool_use"
         if "default" in self._compiled:
-            return self._compiled["default"]
+            return "default"
         raise TokenizerError(
             f"{self._name} has no default chat template, only {', '.join(self._compiled)}.",
             setting="chat_template",
@@ -111,44 +99,10 @@ class TemplateFormat:
         )
 
 
-def check_messages(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages if they are well formed.
-
-    Raises:
-        InvalidRequestError: naming ``messages[i]`` and what is wrong with it.
-    """
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+def _set(found: dict[str, Any], name: str, value: Any) -> None:
+    if found.setdefault(name, value) != value:
         raise InvalidRequestError(
-            f"messages must be a list of messages, not {type(messages).__name__}.",
-            setting="messages",
-        )
-    if not messages:
-        raise InvalidRequestError("messages is empty.", setting="messages")
-    for index, message in enumerate(messages):
-        _check_message(f"messages[{index}]", message)
-    return messages
-
-
-def _check_message(where: str, message: Any) -> None:
-    def refuse(what: str, next_step: str | None = None) -> NoReturn:
-        raise InvalidRequestError(f"{where} {what}.", setting=where, next_step=next_step)
-
-    if not isinstance(message, Mapping):
-        refuse(f"must be a mapping with role and content, not {type(message).__name__}")
-    role = message.get("role")
-    if role is None:
-        refuse("has no role")
-    if role not in ROLES:
-        refuse(f"has the unknown role {role!r}; known are {', '.join(ROLES)}")
-    content = message.get("content")
-    if content is None and role == "assistant" and message.get("tool_calls"):
-        return
-    if content is None:
-        refuse("has no content")
-    if not isinstance(content, str):
-        refuse(
-            f"has content of type {type(content).__name__}; it must be a str",
-            "Join the text parts into one string.",
+            f"{name} is given twice, as {found[name]!r} and {value!r}.", setting=name
         )
 
 
@@ -215,6 +169,14 @@ def _compile(environment: Any, text: str, name: str) -> Any:
             f"The chat template of {name} is not valid: line {why.lineno}: {why.message}.",
             setting="chat_template",
         ) from why
+
+
+def _names_read(environment: Any, text: str) -> frozenset[str]:
+    """The variables that a template looks at, wherever they come from."""
+    from jinja2 import nodes
+
+    names = environment.parse(text).find_all(nodes.Name)
+    return frozenset(node.name for node in names if node.ctx == "load")
 
 
 def _tojson(

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from deepinfer.chat import TemplateFormat, chat_format, check_messages
+from deepinfer.chat import ChatOptions, TemplateFormat, chat_format, check_messages
 from deepinfer.errors import InvalidRequestError, TokenizerError
 
 pytest.importorskip("jinja2")
@@ -30,10 +30,9 @@ class FakeTokenizer:
         self.chat_templates = templates
 
 
-def rendered(template, messages=HELLO, **arguments):
-    return TemplateFormat({"default": template}, {"bos_token": "<s>"}, "tiny").render(
-        messages, **arguments
-    )
+def rendered(template, messages=HELLO, **wishes):
+    form = TemplateFormat({"default": template}, {"bos_token": "<s>"}, "tiny")
+    return form.render(messages, ChatOptions(**wishes)).text
 
 
 def test_a_conversation():
@@ -46,8 +45,8 @@ def test_a_conversation():
 
 
 def test_a_template_of_ones_own_wins():
-    assert chat_format(FakeTokenizer(default="model's"), "own").render(HELLO) == "own"
-    assert chat_format(FakeTokenizer(default="model's")).render(HELLO) == "model's"
+    assert chat_format(FakeTokenizer(default="model's"), "own").render(HELLO).text == "own"
+    assert chat_format(FakeTokenizer(default="model's")).render(HELLO).text == "model's"
 
 
 def test_no_template_names_the_model_and_the_way_out():
@@ -61,16 +60,51 @@ def test_special_tokens_and_further_variables():
 
 
 def test_variables_cannot_replace_the_messages():
-    found = rendered("{{ messages|length }}", template_kwargs={"messages": []})
-    assert found == "1"
+    with pytest.raises(InvalidRequestError, match="does not know messages"):
+        rendered("{{ messages|length }}", template_kwargs={"messages": []})
+
+
+def test_wishes_that_the_template_has():
+    assert rendered("{{ enable_thinking }}", thinking=False) == "False"
+    assert rendered("{% if thinking is defined and thinking %}t{% endif %}", thinking=True) == "t"
+    assert rendered("{{ reasoning_effort }}", reasoning_effort="low") == "low"
+    assert rendered("{{ reasoning_effort }}", template_kwargs={"reasoning_effort": "low"}) == "low"
+    assert rendered("{{ tools }}", tools=[{"a": 1}], tool_choice="none") == "None"
+    assert rendered("{{ tools[0].a }}", tools=[{"a": 1}], tool_choice="auto") == "1"
+    assert rendered("x", response_format={"type": "text"}) == "x"
+
+
+@pytest.mark.parametrize(
+    "wish, named",
+    [
+        ({"thinking": False}, "enable_thinking"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"tools": [{"a": 1}]}, "tools"),
+        ({"tools": [{"a": 1}], "tool_choice": "required"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+        ({"template_kwargs": {"colour": 1}}, "colour"),
+    ],
+)
+def test_wishes_that_it_does_not_have_are_refused_by_name(wish, named):
+    with pytest.raises(InvalidRequestError, match=f"of tiny does not know {named}") as caught:
+        rendered("{{ messages|length }}", **wish)
+    assert caught.value.setting == named
+
+
+def test_a_wish_given_twice():
+    with pytest.raises(InvalidRequestError, match="enable_thinking is given twice"):
+        rendered("{{ enable_thinking }}", thinking=True, template_kwargs={"enable_thinking": False})
 
 
 def test_tools_take_their_own_template_where_there_is_one():
     tool = {"type": "function", "function": {"name": "f", "description": "<é>"}}
     both = chat_format(FakeTokenizer(default="plain", tool_use="{{ tools[0]|tojson }}"))
-    assert both.render(HELLO) == "plain"
-    assert json.loads(both.render(HELLO, [tool])) == tool
-    assert "<é>" in both.render(HELLO, [tool])  # neither escaped for HTML nor for ASCII
+    assert both.render(HELLO).text == "plain"
+    shown = both.render(HELLO, ChatOptions(tools=[tool])).text
+    assert json.loads(shown) == tool
+    assert "<é>" in shown  # neither escaped for HTML nor for ASCII
     with pytest.raises(TokenizerError, match="no default chat template, only tool_use"):
         chat_format(FakeTokenizer(tool_use="x")).render(HELLO)
 
@@ -180,6 +214,6 @@ def test_transformers_renders_the_same():
 def test_the_demo_model_renders_the_recorded_prompts(demo_tokenizer, smollm2_golden):
     form = chat_format(demo_tokenizer)
     for case in smollm2_golden["cases"]:
-        text = form.render([{"role": "user", "content": case["prompt"]}])
+        text = form.render([{"role": "user", "content": case["prompt"]}]).text
         assert text == case["templated_text"]
         assert demo_tokenizer.encode(text, add_special_tokens=False) == case["input_ids"]
