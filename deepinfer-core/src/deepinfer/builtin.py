@@ -68,6 +68,11 @@ def _models() -> list[Spec]:
             load="deepinfer.models.qwen3_moe:Qwen3MoeAdapter",
             architectures=("Qwen3MoeForCausalLM",),
         ),
+        ModelSpec(
+            name="deepseek_v41",
+            load="deepinfer.models.deepseek_v41.adapter:DeepseekV41Adapter",
+            architectures=("DeepseekV41ForCausalLM",),
+        ),
     ]
 
 

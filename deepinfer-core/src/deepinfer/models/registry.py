@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepinfer.api.model import ModelAdapter
 from deepinfer.errors import ModelLoadError, UnsupportedError
+from deepinfer.models.deepseek_v41.adapter import DeepseekV41Adapter
 from deepinfer.models.llama import LlamaAdapter
 from deepinfer.models.qwen2 import Qwen2Adapter
 from deepinfer.models.qwen3 import Qwen3Adapter
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from deepinfer.models.checkpoint import Checkpoint
     from deepinfer.resolution import Resolution
 
-BUILT_IN: tuple[type[LlamaAdapter], ...] = (
+BUILT_IN: tuple[type[ModelAdapter], ...] = (
     LlamaAdapter,
     Qwen2Adapter,
     Qwen3Adapter,
     Qwen3MoeAdapter,
+    DeepseekV41Adapter,
 )
 
 
@@ -50,8 +52,15 @@ def adapter_for(architecture: str) -> ModelAdapter:
 
 
 def model_config(adapter: ModelAdapter, checkpoint: Checkpoint) -> Any:
-    """The family's config of a checkpoint. Whether its head is tied, the checkpoint knows best."""
-    return adapter.config({**checkpoint.config, "tie_word_embeddings": checkpoint.tied})
+    """The family's config of a checkpoint.
+
+    Whether its head is tied, the checkpoint knows best; where its tokenizer lies, nobody else.
+    """
+    known: dict[str, Any] = {"tie_word_embeddings": checkpoint.tied}
+    folder = next((checkpoint.file(name).parent for name in checkpoint.names()), None)
+    if folder is not None:
+        known["tokenizer_file"] = str(folder / "tokenizer.json")
+    return adapter.config({**checkpoint.config, **known})
 
 
 def adapter_of(resolution: Resolution) -> ModelAdapter:

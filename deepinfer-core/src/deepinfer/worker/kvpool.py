@@ -115,5 +115,6 @@ class KVPool:
 def lazy_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that cost memory when they are touched, on a CPU; ``torch.zeros`` touches all."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)
+        size = max(count, 1) * dtype.itemsize  # an empty array cannot be viewed as another type
+        return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype)[:count]
     return torch.zeros(count, dtype=dtype, device=device)

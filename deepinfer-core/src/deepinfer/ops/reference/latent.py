@@ -173,7 +173,7 @@ def _gather(
     request = batch.row_of_token[rows].clamp(min=0)
     slots = entry_slots(batch, cache.shape[1], request, entries.clamp(min=0))
     # Neighbouring rows choose much the same: each entry is dequantised once.
-    known, place = torch.where(seen, slots, 0).unique(return_inverse=True)
+    known, place = torch.unique(torch.where(seen, slots, 0), return_inverse=True)
     values = read_entries(ops, cache, known, COMPRESSED, torch.float32)
     return torch.where(seen[..., None], values[place], 0.0), seen
 
@@ -262,7 +262,7 @@ class LatentCaches(NamedTuple):
     window: Tensor
     open: Tensor | None = None
     compressed: Tensor | None = None
-    index: Tensor | None = None
+    index_keys: Tensor | None = None
 
 
 class LatentRows(NamedTuple):
@@ -318,7 +318,7 @@ def latent_attention_block(
 def turn(
     ops: Any, x: Tensor, positions: Tensor, cos_sin: Tensor, backwards: bool = False
 ) -> Tensor:
-    """x [T, N, D] with its last R channels rotated, adjacent pairs; ``backwards``: by minus that."""
+    """x [T, N, D], its last R channels rotated in adjacent pairs; ``backwards``: by minus that."""
     rotated = cos_sin.shape[-1]
     tail = x[..., -rotated:].contiguous()
     if backwards:  # of the conjugate, conjugated
@@ -342,7 +342,7 @@ def _compress(
     Every row is computed; those that close no group write nothing.
     """
     how, ratio = params.compressor, params.ratio
-    assert how is not None and caches.compressed is not None and caches.index is not None
+    assert how is not None and caches.compressed is not None and caches.index_keys is not None
     if ratio == 1:
         pooled = ops.linear(x, how.kv)
     else:
@@ -355,7 +355,7 @@ def _compress(
     slots = torch.where(closes, batch.kv_slots // ratio, -1)
     key = ops.rms_norm(ops.linear(latent, how.key), how.key_norm, params.eps)
     key = turn(ops, key[:, None], first, cos_sin)[:, 0]
-    ops.latent_write(key, caches.index, slots, INDEX)
+    ops.latent_write(key, caches.index_keys, slots, INDEX)
     entry = turn(ops, latent[:, None], first, cos_sin)[:, 0]
     ops.latent_write(entry, caches.compressed, slots, COMPRESSED)
 
@@ -372,14 +372,14 @@ def _index(
 ) -> Picks:
     """Choose entries, and keep an earlier source's blocks if this one keeps none."""
     how = params.indexer
-    assert how is not None and caches.index is not None
+    assert how is not None and caches.index_keys is not None
     q = ops.scaled_linear(c, how.q).view(len(c), how.heads, -1)
     q = ops.quantize(turn(ops, q, batch.positions, cos_sin), INDEX)
     scale = q.shape[2] ** -0.5 * how.heads**-0.5
     w = (ops.linear(x, how.weights).float() * scale).to(x.dtype).float()
     candidates = picks if how.block_size else None
     found: Picks = ops.select_sparse(
-        q, w, caches.index, batch, params.ratio, how.k, how.publish, candidates, how.block_size
+        q, w, caches.index_keys, batch, params.ratio, how.k, how.publish, candidates, how.block_size
     )
     if found.blocks is None and picks is not None:
         return Picks(found.entries, picks.blocks)

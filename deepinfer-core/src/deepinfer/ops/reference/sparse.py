@@ -27,15 +27,15 @@ _SCRATCH: Final = 1 << 22  # elements that one intermediate of a tile may have
 
 
 class Blocks(NamedTuple):
-    """The first level of a two-level index: ``count`` blocks of ``size`` entries are kept."""
+    """The first level of a two-level index: ``kept`` blocks of ``size`` entries."""
 
-    count: int
+    kept: int
     size: int
 
 
 class Picks(NamedTuple):
     """int32, ascending, −1 where there are fewer: ``entries`` [T, k] of the row's request,
-    ``blocks`` [T, count] that later indexers choose from, None where none were asked for.
+    ``blocks`` [T, kept] that later indexers choose from, None where none were asked for.
     """
 
     entries: Tensor
@@ -111,7 +111,7 @@ class _Found(NamedTuple):
         def none(width: int) -> Tensor:
             return torch.full((rows, width), -1, dtype=torch.int32, device=device)
 
-        return cls(none(k), None if publish is None else none(publish.count), publish)
+        return cls(none(k), None if publish is None else none(publish.kept), publish)
 
 
 class _Keys:
@@ -163,7 +163,7 @@ def _select(
     shown = entry < visible[:, None]
     publish = found.publish
     blocks = 0 if publish is None else -(-most // publish.size)
-    if most <= k and (publish is None or blocks <= publish.count):
+    if most <= k and (publish is None or blocks <= publish.kept):
         scores = torch.where(shown, 0.0, -torch.inf)  # all are chosen, whatever they score
     else:
         scores = _scores(query, keys, most).masked_fill(~shown, -torch.inf)
@@ -263,7 +263,7 @@ def _members(level: Tensor, size: int, entries: int) -> Tensor:
 
 
 def _best_blocks(scores: Tensor, visible: Tensor, publish: Blocks) -> Tensor:
-    """int32[r, count]: blocks by the highest score in them, the newest visible entry's first."""
+    """int32[r, kept]: blocks by the highest score in them, the newest visible entry's first."""
     size = publish.size
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
     top = padded.view(len(scores), -1, size).amax(-1)
@@ -271,4 +271,4 @@ def _best_blocks(scores: Tensor, visible: Tensor, publish: Blocks) -> Tensor:
         newest = (visible - 1).clamp(min=0) // size
         forced = torch.where(visible > 0, torch.inf, -torch.inf)[:, None]
         top.scatter_(1, newest[:, None], torch.maximum(forced, top.gather(1, newest[:, None])))
-    return places(best(top, publish.count), publish.count)
+    return places(best(top, publish.kept), publish.kept)
