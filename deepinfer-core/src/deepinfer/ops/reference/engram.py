@@ -107,7 +107,7 @@ def engram_block(
     """
     streams, width = x.shape[1:]
     kv = ops.scaled_linear(rows, params.kv)
-    keys = kv[:, : streams * width].unflatten(-1, (streams, width))
+    keys = kv[:, : streams * width].view(len(kv), streams, width)
     value = kv[:, streams * width :]
     y: Tensor = ops.engram_gate(
         x, keys, value, params.q_weight, params.k_weight, params.eps, active

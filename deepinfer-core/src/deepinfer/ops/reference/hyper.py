@@ -54,7 +54,7 @@ def split_mix(
     parts = torch.tensor((n, n, n * n), device=scale.device)
     shaped = mixed * scale.float().repeat_interleave(parts) + base.float()
     pre, post, rest = shaped[:, :n], shaped[:, n : 2 * n], shaped[:, 2 * n :]
-    comb = softmax(rest.unflatten(-1, (n, n))) + eps
+    comb = softmax(rest.reshape(-1, n, n)) + eps
     comb = comb / (_column_sum(comb) + eps)
     for _ in range(iters - 1):
         comb = comb / (row_sum(comb)[..., None] + eps)

@@ -87,11 +87,11 @@ def unpack_rows(records: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
     """
     form = FORMATS[kind]
     groups = records.shape[-1] * 8 // (form.group * form.value_bits + 8)
-    codes, scales = records.split((records.shape[-1] - groups, groups), -1)
-    values = e4m3(codes.contiguous()) if kind == "fp8" else unpack_fp4(codes)
-    decode = e4m3 if kind == "nvfp4" else e8m0
-    scale = decode(scales.contiguous())[..., None]
-    return values.unflatten(-1, (groups, form.group)).mul_(scale).flatten(-2).to(dtype)
+    codes, scales = records[..., :-groups].contiguous(), records[..., -groups:].contiguous()
+    values = e4m3(codes) if kind == "fp8" else unpack_fp4(codes)
+    scale = (e4m3 if kind == "nvfp4" else e8m0)(scales)[..., None]
+    values = values.view(*records.shape[:-1], groups, form.group)
+    return values.mul_(scale).flatten(-2).to(dtype)
 
 
 @op
@@ -220,7 +220,7 @@ def _encode(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
     form = FORMATS[kind]
     if x.shape[-1] % form.group:
         raise ValueError(f"{kind} takes rows of whole groups of {form.group}, not {x.shape[-1]}")
-    groups = x.float().unflatten(-1, (-1, form.group))
+    groups = x.float().view(*x.shape[:-1], x.shape[-1] // form.group, form.group)
     most = groups.abs().amax(-1).clamp(min=form.least)
     if kind == "nvfp4":
         codes = (most / form.top).clamp(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8)
