@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     "plugins": ("deepinfer.cli.plugins:plugins", "List, diagnose and create plugins."),
     "doctor": ("deepinfer.cli.doctor:doctor", "Diagnose this installation."),
     "config": ("deepinfer.cli.config:config", "Show settings; estimate memory."),
+    "make-tiny": ("deepinfer.cli.make_tiny:make_tiny", "Write a tiny random checkpoint."),
 }
 
 

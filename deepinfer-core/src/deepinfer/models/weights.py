@@ -86,7 +86,7 @@ def load_weights(
     for rule in mine:
         joined = join(rule, checkpoint, dtype, round_to, plan.dequantize)
         if not isinstance(joined, MappedTable):
-            joined = ops.prepare(joined.to(device), rule.uses)
+            joined = ops.prepare(joined.to(device), _readers(rule, joined))
         total += size_of(joined)
         model.load(rule.parameter, joined)
         del joined
@@ -134,7 +134,7 @@ def join(
     if rule.stored == "table":
         (name,) = rule.sources
         return MappedTable(name, checkpoint.extent(name), checkpoint.extent(scale_name(name)))
-    if rule.stored is not None and not dequantize:
+    if not dequantize and _block_scaled(rule):
         return _as_stored(rule, checkpoint, device)
     if rule.stored is None and len(rule.sources) == 1 and not rule.stack:
         joined = checkpoint.tensor(rule.sources[0], dtype, round_to=round_to)
@@ -147,6 +147,18 @@ def join(
             else:
                 _dequantize(_stored_part(rule, name, shape, checkpoint, device), place, round_to)
     return joined if rule.view is None else joined.view(rule.view)
+
+
+def _block_scaled(rule: WeightRule) -> bool:
+    """Whether a weight can be kept as stored: an op that multiplies block by block reads it."""
+    return rule.stored is not None and any("scaled" in use for use in rule.uses)
+
+
+def _readers(rule: WeightRule, joined: Tensor | BlockScaled) -> tuple[str, ...]:
+    """The uses that may be asked to prepare it; dense ones take no weight as stored."""
+    if isinstance(joined, Tensor):
+        return rule.uses
+    return tuple(use for use in rule.uses if use not in ("linear", "grouped_linear"))
 
 
 def _joined_shape(rule: WeightRule) -> tuple[int, ...]:
@@ -265,7 +277,7 @@ def weight_bytes(
         own = owned(rule, parallel)
         if own is None or own.stored == "table":
             continue
-        if own.stored is not None and not dequantize:
+        if not dequantize and _block_scaled(own):
             total += sum(part.elements for part in parts_of(own))
         else:
             size = torch.float32.itemsize if own.exact else dtype.itemsize

@@ -7,7 +7,7 @@ config.json, safetensors, and a tokenizer.json that knows a few hundred pieces.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -188,9 +188,15 @@ def write_tiny_tokenizer(directory: Path, vocab_size: int = VOCAB) -> None:
 
     Any text can be encoded, and every id below ``vocab_size`` stands for something.
     """
+    write_byte_level(directory, ("<pad>", "<s>", "</s>"), vocab_size)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def write_byte_level(directory: Path, specials: Sequence[str], vocab_size: int) -> None:
+    """The ``tokenizer.json`` of :func:`write_tiny_tokenizer`, with other special tokens first."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    specials = ["<pad>", "<s>", "</s>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*specials, *letters])}
     merges = []
@@ -202,10 +208,8 @@ def write_tiny_tokenizer(directory: Path, vocab_size: int = VOCAB) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(specials)
+    tokenizer.add_special_tokens(list(specials))
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
 def _pairs() -> Iterator[tuple[str, str]]:
