@@ -66,6 +66,40 @@ def test_absent_and_broken_engines_are_left_out(tiny_model, monkeypatch):
     assert result.values["memory"]["deepinfer"][0] > 50
 
 
+VLLM = """
+import os, types
+__version__ = "0"
+class SamplingParams:
+    def __init__(self, **wishes):
+        assert wishes.pop("temperature") == 0 and wishes.pop("ignore_eos")
+        self.count = wishes.pop("max_tokens")
+        assert wishes == {"detokenize": False}
+class LLM:
+    def __init__(self, model, *, skip_tokenizer_init, max_model_len, dtype, max_num_seqs):
+        # Its own variables, and only in this process.
+        assert os.environ["VLLM_CPU_KVCACHE_SPACE"] and os.environ["OMP_NUM_THREADS"] == "1"
+        config = types.SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.llm_engine = types.SimpleNamespace(model_config=config)
+    def generate(self, prompts, params, use_tqdm):
+        assert all(list(p) == ["prompt_token_ids"] for p in prompts)
+        part = types.SimpleNamespace(token_ids=[1] * (params.count - SHORT))
+        return [types.SimpleNamespace(outputs=[part])] * len(prompts)
+"""
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_vllm_gets_ids_and_must_write_what_was_asked(tmp_path, monkeypatch, short):
+    """On a stand-in with vLLM's names; ``--peer vllm=PYTHON`` runs the real one."""
+    (tmp_path / "vllm.py").write_text(VLLM.replace("SHORT", str(short)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    small = Workload("small", "rate", requests=2, prompt=4, output=3)
+    monkeypatch.setattr(harness, "WORKLOADS", {"small": small})
+    peer = Contestant(label="vllm", engine="vllm", spec={"threads": 1, "hf": "x"})
+    result = harness.run([peer], ["small"], rounds=1)
+    assert ("vllm" in result.absent) is bool(short)
+    assert short or result.notes["vllm"] == {"backend": "vllm 0 float32", "threads": 1}
+
+
 def test_startup_shows_its_stages(shell, tmp_path):
     done = shell("bench", "startup", "--rounds", "1", "-o", str(tmp_path / "out.json"))
     assert done.code == 0, done.err

@@ -150,23 +150,27 @@ class VLLM:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         import torch
-        from vllm import LLM, SamplingParams
+        import vllm
 
-        torch.set_num_threads(spec["threads"])
-        self._params = SamplingParams
-        self._llm = LLM(
+        torch.set_num_threads(spec["threads"])  # on a CPU it takes OMP_NUM_THREADS; says so below
+        self._params = vllm.SamplingParams
+        dtype = spec.get("dtype", "float32")
+        self._llm = vllm.LLM(
             spec["hf"],
             skip_tokenizer_init=True,
             max_model_len=2048,
-            dtype=spec.get("dtype", "float32"),
+            dtype=dtype,
             max_num_seqs=64,
         )
         self.vocab = self._llm.llm_engine.model_config.get_vocab_size()
-        self.notes = {"backend": "vllm"}
+        threads = torch.get_num_threads()
+        self.notes = {"backend": f"vllm {vllm.__version__} {dtype}", "threads": threads}
 
     def run(self, prompts: list[Any], output: int) -> None:
         params = self._params(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-        self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        asked = [{"prompt_token_ids": p} for p in prompts]
+        done = self._llm.generate(asked, params, use_tqdm=False)
+        assert all(len(result.outputs[0].token_ids) == output for result in done)
 
 
 ENGINES = {
