@@ -37,7 +37,7 @@ _BITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
 _MAX_HEADER: Final = 100_000_000
-_PIECE: Final = 1 << 24  # elements that are converted at a time
+_PIECE: Final = 1 << 22  # elements that are converted at a time
 
 
 @dataclass(frozen=True, slots=True)
