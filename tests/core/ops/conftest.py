@@ -1,7 +1,24 @@
 """Bitwise comparison, and the number of torch's threads, put back after each test."""
 
+from pathlib import Path
+
 import pytest
 import torch
+
+GOLDEN = Path(__file__).parents[2] / "data/deepseek-v41/ops/ops.safetensors"
+
+
+@pytest.fixture(scope="session")
+def golden_ops():
+    """``golden_ops(prefix)``: DeepSeek-V4.1's recorded tensors, by what follows in their names."""
+    from safetensors.torch import load_file
+
+    arrays = load_file(GOLDEN)
+
+    def of(prefix):
+        return {k[len(prefix) :]: v for k, v in arrays.items() if k.startswith(prefix)}
+
+    return of
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from deepinfer.native.blocks import Blocks
 from deepinfer.native.weights import PackedWeight, prepare_linear
 from deepinfer.ops import invariant
 from deepinfer.ops.backend import CPUDevice, cpu_facts
-from deepinfer.ops.table import OpSet
+from deepinfer.ops.table import EXACT_WEIGHTS, OpSet
 
 MAX_HEAD_DIM = 256
 
@@ -89,7 +89,7 @@ def _weights(ctx: OpContext) -> dict[str, Impl]:
 
 def _pack(weight: Tensor, uses: frozenset[str], *, ctx: OpContext) -> Any:
     """One packed weight, which ``linear`` and ``embedding`` may share, or one for each expert."""
-    quantization = None if "route" in uses else ctx.quantization  # a router decides: keep it exact
+    quantization = None if uses & EXACT_WEIGHTS else ctx.quantization
     if weight.dim() == 3:
         return Experts(tuple(prepare_linear(w, quantization=quantization) for w in weight))
     return prepare_linear(weight, quantization=quantization)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deepinfer.api.backend import Impl
 from deepinfer.ops.reference import dense, moe
+from deepinfer.ops.table import EXACT_WEIGHTS
 
 GROUP = 32
 
@@ -114,4 +115,4 @@ def _grouped_linear(
 
 
 def _prepare(weight: Tensor, uses: frozenset[str]) -> Any:
-    return weight if "route" in uses else Int8Weight.quantize(weight)
+    return weight if uses & EXACT_WEIGHTS else Int8Weight.quantize(weight)
