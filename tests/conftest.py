@@ -10,6 +10,12 @@ import pytest
 DATA = Path(__file__).parent / "data"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--golden", metavar="PATH", help="folder with more golden configurations of DeepSeek-V4.1"
+    )
+
+
 @pytest.fixture(scope="session")
 def demo_gguf():
     """The demo model's file; fetched once into the user's cache, skipped where that fails."""

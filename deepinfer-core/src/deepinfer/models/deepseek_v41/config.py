@@ -24,7 +24,7 @@ _HARMLESS: Final = frozenset(
 _TOP: Final = frozenset(
     {
         *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
-        *("vision_config", "auto_map", "_name_or_path", "tie_word_embeddings"),
+        *("image_token_id", "auto_map", "_name_or_path", "tie_word_embeddings"),
     }
 )
 _DRAFT: Final = frozenset(
@@ -59,7 +59,8 @@ class DeepseekV41Config:
 
     ``ratios``: each layer's, 0 for a window alone. ``kv_sources``: layers that own a compressor,
     its entries and index keys; ``index_sources``: layers that choose entries. ``candidates``: which
-    index source keeps blocks for the later ones, and how many. ``max_model_len``: positions that
+    index source keeps blocks for the later ones, and how many. ``image_token``: the id of all rows
+    of an image, −1 in a model without ``vision_layers``. ``max_model_len``: positions that
     the engine will use. ``tokenizer``: the file that Engram's ids follow from.
     """
 
@@ -95,6 +96,7 @@ class DeepseekV41Config:
     engram: EngramShape | None
     engram_width: int
     image_token: int
+    vision_layers: int
     max_position_embeddings: int
     max_model_len: int
     tokenizer: Path | None = None
@@ -112,6 +114,7 @@ class DeepseekV41Config:
         storage = Fields(top.section("quantization_config"), "quantization_config")
         text.only(_ONLY)
         storage.only(_STORAGE)
+        vision = _vision_layers(top.maybe("vision_config"))
         layers = text.size("num_hidden_layers")
         config = cls(
             vocab_size=text.size("vocab_size"),
@@ -145,7 +148,8 @@ class DeepseekV41Config:
             expert_limit=text.real("swiglu_limit"),
             engram=_engram(text),
             engram_width=text.size("engram_head_dim"),
-            image_token=int(top.value("image_token_id")),
+            image_token=int(top.value("image_token_id")) if vision else -1,
+            vision_layers=vision,
             max_position_embeddings=text.size("max_position_embeddings"),
             max_model_len=text.size("max_position_embeddings"),
             tokenizer=None if (file := top.maybe("tokenizer_file")) is None else Path(str(file)),
@@ -258,6 +262,14 @@ def _candidates(text: Fields) -> tuple[int, Blocks] | None:
     source = int(text.value("candidate_source_layer_id"))
     blocks = Blocks(text.size("candidate_topk_blocks"), text.size("candidate_block_size"))
     return None if source < 0 else (source, blocks)
+
+
+def _vision_layers(vision: Any) -> int:
+    """Of the tower; 0 where there is none."""
+    count = vision.get("num_hidden_layers", 0) if isinstance(vision, Mapping) else vision or 0
+    if not isinstance(count, int) or count < 0:
+        raise _wrong("vision_config", f"states no layers: {vision!r}")
+    return count
 
 
 def _yarn(scaling: Fields) -> Yarn:

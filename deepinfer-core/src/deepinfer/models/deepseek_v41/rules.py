@@ -104,7 +104,9 @@ def _moe_rules(config: DeepseekV41Config, layer: int) -> Iterator[WeightRule]:
     router = [(f"{theirs}.gate.weight", (count, hidden))]
     yield _rule(f"{ours}.router", router, (_MOE, "linear", "route"))
     yield _rule(f"{ours}.bias", [(f"{theirs}.gate.bias", (count,))], (), exact=True)
-    yield _rule(f"{ours}.image_bias", [(f"{theirs}.gate.bias_vl", (count,))], (), exact=True)
+    if config.vision_layers:
+        image_bias = [(f"{theirs}.gate.bias_vl", (count,))]
+        yield _rule(f"{ours}.image_bias", image_bias, (), exact=True)
     experts = [f"{theirs}.experts.{e}" for e in range(count)]
     pairs = [(f"{e}.{w}.weight", (inner, hidden)) for e in experts for w in ("w1", "w3")]
     downs = [(f"{e}.w2.weight", (hidden, inner)) for e in experts]

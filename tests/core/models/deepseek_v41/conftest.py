@@ -1,0 +1,43 @@
+"""Lets these tests import their harness, and loads golden checkpoints once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+DATA = Path(__file__).parents[3] / "data" / "deepseek-v41"
+
+
+@pytest.fixture(scope="session")
+def goldens(request):
+    """``goldens(name)``: configuration ``a`` of this clone; others lie under ``--golden PATH``."""
+    from v41_harness import Golden
+
+    loaded = {}
+
+    def load(name):
+        if name not in loaded:
+            folder = DATA / name
+            if not folder.is_dir():
+                given = request.config.getoption("--golden")
+                if given is None:
+                    pytest.skip(f"configuration {name} needs --golden PATH")
+                folder = Path(given) / name
+            loaded[name] = Golden(folder)
+        return loaded[name]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def a(goldens):
+    """Configuration a."""
+    return goldens("a")
+
+
+@pytest.fixture(scope="session", params=["a", "b", "c"])
+def golden(request, goldens):
+    """Every configuration that is there."""
+    return goldens(request.param)
