@@ -83,9 +83,10 @@ class KVCache:
             self._release(r)
             return Admission.ASK_AGAIN if ask_again else Admission.NO_ROOM
         r.slot = self.slots.pop()
+        common = self._computed(r, common) if self.snapshots.blocks else 0
+        self._announce(r, found)
         if self.snapshots.blocks:
             self._enter_state(r, found, common)
-        self._announce(r, found)
         if tier.store is not None and self.tiers.load(r, tier.store, keys[: tier.pages], found):
             r.status = Status.LOADING
             return Admission.LOADS
@@ -95,7 +96,7 @@ class KVCache:
         """Go on from the snapshot behind what was found, and plan those to take."""
         r.chain.saved = found * self.page_size
         if self._may_hit(r):
-            self.branches.enter(r, found, self._computed(r, common))
+            self.branches.enter(r, found, common)
         if found:
             self.snapshots.restore(r)
 

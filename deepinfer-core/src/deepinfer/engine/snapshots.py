@@ -199,16 +199,14 @@ class Snapshots:
         self.kept(r, boundary)
 
     def _blank_block(self) -> int | None:
-        """A block that no restore of this plan reads; the oldest snapshot's if need be."""
-        read = {block for block, _ in self._restores}
-        for i in range(len(self._blank) - 1, -1, -1):
-            if self._blank[i] not in read:
-                return self._blank.pop(i)
-        for block, node in self._used.items():
-            if block not in read:
-                self.forget(node)
-                return self._blank.pop()
-        return None
+        """A blank block, or the oldest snapshot's. None if all wait for their pages.
+
+        Before the plan's admissions: what this plan restores from cannot be among them.
+        """
+        assert not self._restores, "a snapshot is read and given away in one plan"
+        if not self._blank and self._used:
+            self.forget(next(iter(self._used.values())))
+        return self._blank.pop() if self._blank else None
 
     def _free(self, block: int) -> None:
         self._saves.pop(block, None)

@@ -29,12 +29,22 @@ from deepinfer.api.plan import (
     BatchPlan,
     Fault,
     LogprobRows,
+    Request,
     Row,
     RowInputs,
     RowParams,
     StepOutput,
 )
-from deepinfer.testing.toy import attend, candidates, draw, entry, process, toy_logits
+from deepinfer.testing.toy import (
+    PlainText,
+    Text,
+    attend,
+    candidates,
+    draw,
+    entry,
+    process,
+    toy_logits,
+)
 
 Floats = NDArray[np.float64]
 
@@ -85,6 +95,10 @@ class FakeScript:
             draft_len=self.draft_len,
         )
 
+    def text(self, request: Request) -> Text:
+        """The model on one text, for the naive loop."""
+        return PlainText()
+
 
 @dataclass
 class _Slot:
@@ -96,10 +110,12 @@ class _Slot:
     tokens: list[int]
     length: int = 0  # tokens with KV; the text is one longer once it decodes
     drafts: list[int] = field(default_factory=list)
+    floor: int = 0
+    origin: list[int] = field(default_factory=list)  # the tokens it came with; whose slot it is
 
 
 @dataclass
-class _Work:
+class Work:
     """A row between the halves of a step. ``logits``: of positions base … base+ℓ."""
 
     slot: int
@@ -117,7 +133,7 @@ class FakeExecutor:
         self.kv = np.zeros((script.num_pages, script.page_size), np.uint64)
         self.tables: list[dict[int, int]] = [{} for _ in range(script.max_num_seqs)]
         self.slots: list[_Slot | None] = [None] * script.max_num_seqs
-        self.open: dict[int, tuple[BatchPlan, list[_Work]]] = {}
+        self.open: dict[int, tuple[BatchPlan, list[Work]]] = {}
         self.steps = 0
         self._rng = random.Random(script.seed)
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
@@ -185,7 +201,7 @@ class FakeExecutor:
 
     # The first half.
 
-    def _forward(self, plan: BatchPlan) -> list[_Work]:
+    def _forward(self, plan: BatchPlan) -> list[Work]:
         self.steps += 1
         for admit in plan.admits:
             self._admit(admit)
@@ -195,17 +211,19 @@ class FakeExecutor:
 
     def _admit(self, admit: Admit) -> None:
         tokens = admit.tokens.tolist()
-        self.slots[admit.slot] = _Slot(admit.limit, admit.seed, admit.params, tokens)
+        self.slots[admit.slot] = _Slot(
+            admit.limit, admit.seed, admit.params, tokens, floor=admit.floor, origin=tokens
+        )
         self.tables[admit.slot] = {}
 
-    def _row(self, row: Row) -> _Work:
+    def _row(self, row: Row) -> Work:
         slot = self.slots[row.slot]
         assert slot is not None, f"slot {row.slot} was never admitted"
         if row.start != DECODE:
             return self._prefill(slot, row)
-        work = _Work(row.slot, base=slot.length)
+        work = Work(row.slot, base=slot.length)
         if work.base + 1 >= slot.limit:
-            return _Work(row.slot)  # a dead row: its text is complete
+            return Work(row.slot)  # a dead row: its text is complete
         most = min(row.count - 1, len(slot.drafts), slot.limit - work.base - 2)
         work.verified = self._rng.randint(0, max(0, most))
         summary = self._read(row.slot, work.base)
@@ -215,8 +233,8 @@ class FakeExecutor:
             work.logits.append(self._logits(summary, token))
         return work
 
-    def _prefill(self, slot: _Slot, row: Row) -> _Work:
-        work = _Work(row.slot)
+    def _prefill(self, slot: _Slot, row: Row) -> Work:
+        work = Work(row.slot)
         summary = self._read(row.slot, row.start)
         end = row.start + row.count
         for p in range(row.start, end):
@@ -260,7 +278,7 @@ class FakeExecutor:
 
     # The second half.
 
-    def _sample(self, plan: BatchPlan, works: list[_Work], inputs: RowInputs | None) -> StepOutput:
+    def _sample(self, plan: BatchPlan, works: list[Work], inputs: RowInputs | None) -> StepOutput:
         width = 1 + self.script.draft_len
         masks = self._masks(inputs)
         tokens = np.zeros((len(works), width), np.int32)
@@ -301,7 +319,7 @@ class FakeExecutor:
         return dict(zip(inputs.index.tolist(), rows, strict=True))
 
     def _emit(
-        self, slot: _Slot, work: _Work, masks: list[NDArray[np.bool_] | None]
+        self, slot: _Slot, work: Work, masks: list[NDArray[np.bool_] | None]
     ) -> tuple[list[int], int]:
         """Draw row by row, while the draft before was right (the equality rule).
 
@@ -324,7 +342,7 @@ class FakeExecutor:
         slot.tokens, slot.length = text, work.base + len(ids)
         return ids, Fault.NONE if ids else fault
 
-    def _drafts(self, work: _Work) -> list[int]:
+    def _drafts(self, work: Work) -> list[int]:
         """Drafts for the next step, wrong on purpose now and then."""
         slot, vocab = self.slots[work.slot], self.script.vocab_size
         assert slot is not None
@@ -343,7 +361,7 @@ class FakeExecutor:
         slot.drafts = drafts
         return drafts
 
-    def _prompt_rows(self, slot: _Slot, work: _Work) -> LogprobRows:
+    def _prompt_rows(self, slot: _Slot, work: Work) -> LogprobRows:
         count = slot.params.prompt_logprobs
         return self._logprob_rows(
             [(p, *candidates(z, slot.tokens[p], count)) for p, z in work.prompt]

@@ -16,10 +16,8 @@ from deepinfer.testing.fake import FakeScript
 from deepinfer.testing.toy import (
     ToyGrammar,
     ToyTokenizer,
-    attend,
     candidates,
     draw,
-    entry,
     process,
     toy_logits,
 )
@@ -40,13 +38,13 @@ class Answer(NamedTuple):
 
 def naive(request: Request, script: FakeScript) -> Answer:
     """One token at a time, everything looked at from the beginning."""
-    tokens, prompt_logprobs, summary = list(request.token_ids), None, 0
+    tokens, prompt_logprobs, model = list(request.token_ids), None, script.text(request)
     params, asked = request.row_params, request.sampling
     prompt_len = len(tokens)
     if asked.prompt_logprobs is not None:
         prompt_logprobs = (None, *_prompt_logprobs(request, script))
-    for p, token in enumerate(tokens[:-1]):
-        summary = attend(summary, entry(summary, token, p), p)
+    for token in tokens[:-1]:
+        model.push(token)
     grammar = None
     if request.structured is not None:
         grammar = ToyGrammar(request.structured, script.vocab_size)
@@ -54,9 +52,7 @@ def naive(request: Request, script: FakeScript) -> Answer:
     while True:
         if tokens[-1] == script.poison:
             return _failed(tokens[prompt_len:], reader.text, logprobs, prompt_logprobs)
-        p = len(tokens) - 1
-        summary = attend(summary, entry(summary, tokens[-1], p), p)
-        raw = toy_logits(summary, script.vocab_size)
+        raw = toy_logits(model.push(tokens[-1]), script.vocab_size)
         z = process(raw, tokens, params, None if grammar is None else grammar.mask())
         token = draw(z, request.seed, len(tokens), params.temperature)
         if token < 0:
@@ -82,10 +78,9 @@ def _table(ids: list[int], values: list[float], rank: int) -> dict[int, tuple[fl
 
 
 def _prompt_logprobs(request: Request, script: FakeScript) -> list[dict[int, tuple[float, int]]]:
-    summary, found = 0, []
+    model, found = script.text(request), []
     for p, token in enumerate(request.token_ids[:-1]):
-        summary = attend(summary, entry(summary, token, p), p)
-        z = toy_logits(summary, script.vocab_size)
+        z = toy_logits(model.push(token), script.vocab_size)
         best = candidates(z, request.token_ids[p + 1], request.row_params.prompt_logprobs)
         found.append(_table(*best))
     return found

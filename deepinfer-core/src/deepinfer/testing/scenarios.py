@@ -23,6 +23,7 @@ from deepinfer.engine.request import mix
 from deepinfer.sampling_params import SamplingParams
 from deepinfer.testing.fake import FakeExecutor, FakeScript
 from deepinfer.testing.naive import Answer, naive
+from deepinfer.testing.stateful import StateExecutor, StateScript
 from deepinfer.testing.toy import MemoryStore, ToyGrammar, ToyGrammarBackend, ToyTokenizer
 
 EOS = frozenset({0})
@@ -62,8 +63,11 @@ class Tally:
 # Making a scenario.
 
 
-def make(number: int) -> Scenario:
-    """The scenario of this number, with the naive loop's answers."""
+def make(number: int, stateful: bool = False) -> Scenario:
+    """The scenario of this number, with the naive loop's answers.
+
+    ``stateful``: the model keeps state, prompts are longer, and some go on where another ended.
+    """
     rng = random.Random(number)
     vocab = rng.choice([17, 17, 34])
     page_size = rng.choice([2, 4])
@@ -79,6 +83,8 @@ def make(number: int) -> Scenario:
         poison=16 if rng.random() < 0.05 else None,
         seed=number,
     )
+    if stateful:
+        script = _stateful(rng, script)
     config = {
         "model": "toy",
         "max_num_seqs": script.max_num_seqs,
@@ -87,19 +93,47 @@ def make(number: int) -> Scenario:
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
     }
     scenario = Scenario(number, script, config, [], tiers=rng.random() < 0.3)
-    common = [rng.choice(TOKENIZER.whole) for _ in range(12)]
+    longest = 24 if stateful else 14
+    common = [rng.choice(TOKENIZER.whole) for _ in range(longest - 2)]
     for k in range(rng.randint(1, 10)):
-        scenario.requests.extend(_requests(rng, f"r{k}", common, script))
-    scenario.answers = [naive(request, script) for request in scenario.requests]
+        past = _past(rng, scenario, longest) if stateful else None
+        made = _requests(rng, f"r{k}", past or common, script, longest, past is not None)
+        scenario.requests.extend(made)
+        scenario.answers.extend([naive(request, script) for request in made])
     return scenario
 
 
+def _stateful(rng: random.Random, plain: FakeScript) -> StateScript:
+    """The same device with a model that keeps state."""
+    script = StateScript(**vars(plain) | {"replay": 0, "max_model_len": 48})
+    script.num_pages = -(-46 // script.page_size) + rng.randint(0, 8)
+    script.window, script.late = rng.randint(2, 4), rng.randint(1, 4)
+    script.snapshots = rng.choice([0, 1, 2, 4, 8])
+    if rng.random() < 0.7:
+        script.keep = script.window + script.draft_len + rng.randint(0, 3)
+    return script
+
+
+def _past(rng: random.Random, scenario: Scenario, longest: int) -> list[int] | None:
+    """A text that some request ended with, to be gone on with, as a chat does."""
+    if not scenario.requests or rng.random() < 0.6:
+        return None
+    k = rng.randrange(len(scenario.requests))
+    text = [*scenario.requests[k].token_ids, *scenario.answers[k].ids]
+    return text if len(text) < longest else None
+
+
 def _requests(
-    rng: random.Random, name: str, common: list[int], script: FakeScript
+    rng: random.Random,
+    name: str,
+    common: list[int],
+    script: FakeScript,
+    longest: int = 14,
+    whole: bool = False,
 ) -> list[Request]:
-    """One request, or the parallel samples of one prompt."""
-    length = rng.randint(1, 14)
-    prompt = common[: rng.randint(0, min(length, 12))]
+    """One request, or the samples of one prompt. ``whole``: all of ``common`` begins it."""
+    length = rng.randint(1 + whole * len(common), longest)
+    prompt = common if whole else common[: rng.randint(0, min(length, longest - 2))]
     prompt = prompt + [rng.choice(TOKENIZER.whole) for _ in range(length - len(prompt))]
     params = _params(rng, script.vocab_size)
     row = to_row_params(params, length, EOS, script.vocab_size, TOKENIZER.encode)
@@ -202,6 +236,9 @@ def build(
     grammar_type: type[ToyGrammar] = ToyGrammar,
 ) -> tuple[Engine, MemoryStore]:
     """An engine on a scripted device, with a tier if the scenario has one."""
+    stateful = isinstance(scenario.script, StateScript)
+    if stateful and executor_type is FakeExecutor:
+        executor_type = StateExecutor
     executor = executor_type(scenario.script)
     facts = executor.start()
     store = MemoryStore(executor.kv, scenario.number)
@@ -277,11 +314,11 @@ def _compare(scenario: Scenario, caller: _Caller, aborted: set[str]) -> None:
             assert got == right, f"{where}:\ngot   {got}\nright {right}"
 
 
-def run_many(numbers: range) -> Tally:
+def run_many(numbers: range, stateful: bool = False) -> Tally:
     """Each scenario with and without overlap."""
     total = Tally()
     for number in numbers:
-        scenario = make(number)
+        scenario = make(number, stateful)
         for overlap in (True, False):
             total.add(run_scenario(scenario, overlap))
     return total
@@ -289,4 +326,6 @@ def run_many(numbers: range) -> Tally:
 
 if __name__ == "__main__":
     begin = time.perf_counter()
-    print(run_many(range(int(sys.argv[1]))), f"{time.perf_counter() - begin:.1f} s")
+    for stateful in (False, True):
+        tally = run_many(range(int(sys.argv[1])), stateful)
+        print("with state" if stateful else "plain", tally, f"{time.perf_counter() - begin:.1f} s")

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,29 @@ def entry(summary: int, token: int, position: int) -> int:
 def attend(summary: int, kv: int, position: int) -> int:
     """The summary with one more entry."""
     return (summary + kv * (2 * position + 1)) & M64
+
+
+class Text(Protocol):
+    """A model on one text, row by row."""
+
+    def push(self, token: int) -> int:
+        """Run one more token: what its logits are made of."""
+        ...
+
+
+class PlainText:
+    """A running sum of all entries: a :class:`Text`."""
+
+    def __init__(self) -> None:
+        self.summary = 0
+        self.length = 0
+
+    def push(self, token: int) -> int:
+        """Run one more token."""
+        value = entry(self.summary, token, self.length)
+        self.summary = attend(self.summary, value, self.length)
+        self.length += 1
+        return self.summary
 
 
 def _uniform(x: int, vocab: int) -> Floats:
