@@ -39,6 +39,7 @@ LATENT: Final = (
     "latent_attention_block",
 )
 ENGRAM: Final = ("engram_rows", "engram_gate", "engram_block")
+VISION: Final = ("full_attention",)
 BATCH: Final = ("expand_rows",)
 SAMPLING: Final = (
     "logit_bias",
@@ -50,5 +51,15 @@ SAMPLING: Final = (
     "accept_prefix",
 )
 OP_NAMES: Final = (
-    DENSE + ATTENTION + BLOCKS + EXPERTS + SCALED + HYPER + LATENT + ENGRAM + BATCH + SAMPLING
+    DENSE
+    + ATTENTION
+    + BLOCKS
+    + EXPERTS
+    + SCALED
+    + HYPER
+    + LATENT
+    + ENGRAM
+    + VISION
+    + BATCH
+    + SAMPLING
 )

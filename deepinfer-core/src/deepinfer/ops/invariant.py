@@ -26,7 +26,7 @@ ROW_EXACT: Final = frozenset(
     {
         *("embedding", "rope", "plan_attention", "kv_write", "permute", "expand_rows"),
         *("quantize", "pack_rows", "unpack_rows", "hyper_collapse", "hyper_merge"),
-        *("engram_rows", "engram_gate", "compress"),
+        *("engram_rows", "engram_gate", "compress", "full_attention"),
         *SAMPLING,
     }
 )

@@ -12,6 +12,7 @@ from deepinfer.ops.reference import (
     sample,
     scaled,
     sparse,
+    vision,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "sample",
     "scaled",
     "sparse",
+    "vision",
 ]
