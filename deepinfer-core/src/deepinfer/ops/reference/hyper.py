@@ -37,7 +37,7 @@ def hyper_mix(
     With z the streams of a token side by side, ``m = (fn · z) · rsqrt(mean(z²) + norm_eps)``, in
     float32. Of ``m·scale + base`` the first n columns are pre (sigmoid, + eps), the next n post
     (2 · sigmoid), the rest comb, row-major: softmax over j, + eps, columns divided by their sums
-    + eps, then ``iters − 1`` times rows and columns.
+    + eps, then ``iters − 1`` times rows and columns. n is at least 2.
     """
     streams = x.shape[1]
     wide = x.flatten(1)
@@ -54,12 +54,27 @@ def split_mix(
     parts = torch.tensor((n, n, n * n), device=scale.device)
     shaped = mixed * scale.float().repeat_interleave(parts) + base.float()
     pre, post, rest = shaped[:, :n], shaped[:, n : 2 * n], shaped[:, 2 * n :]
-    comb = softmax(rest.reshape(-1, n, n)) + eps
-    comb = comb / (_column_sum(comb) + eps)
-    for _ in range(iters - 1):
-        comb = comb / (row_sum(comb)[..., None] + eps)
-        comb = comb / (_column_sum(comb) + eps)
+    comb = _balance(softmax(rest.reshape(-1, n, n)) + eps, iters, eps)
     return sigmoid(pre) + eps, 2 * sigmoid(post), comb
+
+
+def _balance(comb: Tensor, iters: int, eps: float) -> Tensor:
+    """Divide columns by their sums, then rows and columns ``iters − 1`` times.
+
+    Tokens lie innermost and everything happens in place: a small step is all calls, no numbers.
+    """
+    c = comb.permute(1, 2, 0).contiguous()
+    streams, _, tokens = c.shape
+    total = c.new_empty((streams, tokens))
+    columns = c.unbind(0), total.view(1, streams, tokens)
+    rows = c.unbind(1), total.view(streams, 1, tokens)
+    for parts, divisor in (columns, *(rows, columns) * (iters - 1)):
+        torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total += part
+        total += eps
+        c /= divisor
+    return c.permute(2, 0, 1).contiguous()
 
 
 @op
@@ -114,8 +129,3 @@ def hyper_open(ops: Any, x: Tensor, pre: Tensor, params: HyperParams) -> tuple[T
         x, params.fn, params.scale, params.base, params.iters, params.eps, params.norm_eps
     )
     return ops.rms_norm(ops.hyper_collapse(x, pre), params.norm, params.norm_eps), mix
-
-
-def _column_sum(comb: Tensor) -> Tensor:
-    """Sums over i of [T, i, j], as [T, 1, j]."""
-    return row_sum(comb.transpose(1, 2))[:, None, :]

@@ -25,6 +25,8 @@ from deepinfer.ops.table import op
 
 Kind = Literal["fp8", "mxfp4", "nvfp4"]
 
+_EXPONENT: Final = 0x7F800000
+_MANTISSA: Final = 0x007FFFFF
 OUTPUTS: Final = 256
 """Output rows of a block-scaled weight that are decoded at a time."""
 
@@ -61,8 +63,13 @@ def quantize(x: Tensor, kind: Kind) -> Tensor:
     rounded to nearest even and held within ±top. A NaN makes its group NaN, an infinity too where
     the scale is E8M0.
     """
-    values, scale, _ = _encode(x, kind)
-    return values.mul_(scale).flatten(-2).to(x.dtype)
+    form = FORMATS[kind]
+    groups, scale = _scaled_groups(x, kind)
+    if kind == "nvfp4":
+        values = _shares(groups, scale, form).mul_(scale)
+    else:  # powers of two: the steps may carry the scale, and no value can pass the top
+        values = _to_steps(groups, scale * form.normal, form)
+    return values.flatten(-2).to(x.dtype)
 
 
 @op
@@ -73,8 +80,13 @@ def pack_rows(x: Tensor, kind: Kind) -> Tensor:
     FP4 codes lie two in a byte, the even element in the low nibble. Codes of NaN groups are
     whatever decodes to NaN.
     """
-    values, _, scales = _encode(x, kind)
-    values = values.flatten(-2)
+    groups, scale = _scaled_groups(x, kind)
+    values = _shares(groups, scale, FORMATS[kind]).flatten(-2)
+    scale = scale.squeeze(-1)
+    if kind == "nvfp4":
+        scales = scale.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        scales = (scale.view(torch.int32) >> 23).to(torch.uint8)
     codes = values.to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else _fp4(values)
     return torch.cat((codes, scales), -1)
 
@@ -215,30 +227,30 @@ def scaled_moe_block(ops: Any, x: Tensor, image: Tensor | None, params: ScaledMo
     return y
 
 
-def _encode(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
-    """(values float32[..., G, g] in units of the scale, scale float32[..., G, 1], its codes)."""
+def _scaled_groups(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """(x as float32[..., G, g], its scales float32[..., G, 1])."""
     form = FORMATS[kind]
     if x.shape[-1] % form.group:
         raise ValueError(f"{kind} takes rows of whole groups of {form.group}, not {x.shape[-1]}")
     groups = x.float().view(*x.shape[:-1], x.shape[-1] // form.group, form.group)
-    most = groups.abs().amax(-1).clamp(min=form.least)
+    most = groups.abs().amax(-1, keepdim=True).clamp_(min=form.least)
     if kind == "nvfp4":
-        codes = (most / form.top).clamp(max=448.0).to(torch.float8_e4m3fn).view(torch.uint8)
-        scale = e4m3(codes)[..., None]
-    else:
-        bits = (most * (1 / form.top)).view(torch.int32)
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-        codes = exponent.clamp(max=255).to(torch.uint8)
-        scale = e8m0(codes)[..., None]
-    return _round(groups / scale, form), scale, codes
+        return groups, most.div_(form.top).clamp_(max=448.0).to(torch.float8_e4m3fn).float()
+    # The power of two at or above: one more in the exponent wherever the mantissa is not zero.
+    bits = most.mul_(1 / form.top).view(torch.int32).clamp_(max=_EXPONENT)
+    return groups, bits.add_(_MANTISSA).bitwise_and_(_EXPONENT).view(torch.float32)
 
 
-def _round(x: Tensor, form: Format) -> Tensor:
-    """x, which is changed, to nearest even in steps of the format, within ±top; float32."""
-    x = x.clamp_(-form.top, form.top)
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^⌊log2 |x|⌋
-    step = power.clamp_(min=form.normal).mul_(2.0**-form.mantissa)
-    return x.div_(step).round_().mul_(step)
+def _shares(groups: Tensor, scale: Tensor, form: Format) -> Tensor:
+    """Values in units of their scale, as the format has them."""
+    return _to_steps((groups / scale).clamp_(-form.top, form.top), form.normal, form)
+
+
+def _to_steps(x: Tensor, normal: Tensor | float, form: Format) -> Tensor:
+    """x to nearest even, ``mantissa`` bits behind the first; below ``normal`` steps stay."""
+    power = (x.view(torch.int32) & _EXPONENT).view(torch.float32)  # 2^⌊log2 |x|⌋
+    step = power.clamp_(min=normal).mul_(2.0**-form.mantissa)
+    return (x / step).round_().mul_(step)
 
 
 def _fp4(values: Tensor) -> Tensor:
