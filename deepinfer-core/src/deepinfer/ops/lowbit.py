@@ -73,13 +73,26 @@ def e8m0(codes: Tensor) -> Tensor:
 
 def e4m3(codes: Tensor) -> Tensor:
     """uint8 codes to float32."""
-    return codes.view(torch.float8_e4m3fn).float()
+    return _look_up(_E4M3, codes)
 
 
 def unpack_fp4(codes: Tensor) -> Tensor:
     """uint8[..., n] to float32[..., 2n], low nibble first."""
-    table = torch.tensor(
-        [*FP4_VALUES, *(-v for v in FP4_VALUES)], dtype=torch.float32, device=codes.device
-    )
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    return table[nibbles.int()]
+    return _look_up(_FP4_PAIRS, codes).view(torch.float32)
+
+
+def _look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """An element of the table for each byte: several times as fast as torch's conversions."""
+    table = table.to(codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def _fp4_pairs() -> Tensor:
+    """Both values of each byte, side by side in 64 bits."""
+    values = torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)], dtype=torch.float32)
+    byte = torch.arange(256)
+    return torch.stack((values[byte & 15], values[byte >> 4]), 1).view(torch.int64).flatten()
+
+
+_E4M3: Final = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+_FP4_PAIRS: Final = _fp4_pairs()
