@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer.ops.lowbit import TILE, BlockScaled, e4m3, e8m0, unpack_fp4
+from deepinfer.ops.lowbit import TILE, BlockScaled, e4m3, e8m0, pack_fp4, unpack_fp4
 from deepinfer.ops.rows import ROWS
 from deepinfer.ops.table import op
 
@@ -87,7 +87,7 @@ def pack_rows(x: Tensor, kind: Kind) -> Tensor:
         scales = scale.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         scales = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    codes = values.to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else _fp4(values)
+    codes = values.to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else pack_fp4(values)
     return torch.cat((codes, scales), -1)
 
 
@@ -251,15 +251,6 @@ def _to_steps(x: Tensor, normal: Tensor | float, form: Format) -> Tensor:
     power = (x.view(torch.int32) & _EXPONENT).view(torch.float32)  # 2^⌊log2 |x|⌋
     step = power.clamp_(min=normal).mul_(2.0**-form.mantissa)
     return (x / step).round_().mul_(step)
-
-
-def _fp4(values: Tensor) -> Tensor:
-    """E2M1 values float32[..., n] to codes uint8[..., n/2]; any code for NaN."""
-    size = values.abs().nan_to_num(0.0)
-    # The codes 0 … 7 of 0, 0.5, 1, 1.5, 2, 3, 4, 6: three slopes, the least of them holds.
-    code = torch.minimum(torch.minimum(size * 2, size + 2), size / 2 + 4).to(torch.uint8)
-    code = code | (values.signbit().to(torch.uint8) << 3)
-    return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
 def _block_product(x: Tensor, w: BlockScaled) -> Tensor:
