@@ -11,6 +11,8 @@ import pytest
 from deepinfer.chat import ChatOptions, TemplateFormat, chat_format, prompt_ids
 from deepinfer.chat.deepseek import GENERATIONS, DeepseekFormat, Generation
 from deepinfer.errors import InvalidRequestError, TokenizerError
+from hypothesis import given
+from hypothesis import strategies as st
 
 recipe = pytest.importorskip("deepseek_recipe")
 
@@ -124,6 +126,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": PNG}}
         (HI, {"tool_choice": "required"}, "tool_choice='required' needs tools"),
         (HI, {"tools": NOW, "tool_choice": "required"}, "does not support this tool_choice"),
         (HI, {"tools": [{**NOW[0], "cache": 1}]}, r"tools\[0\] has 'cache'"),
+        (HI, {"tools": 3}, "tools must be a list of functions, not int"),
+        (HI, {"tools": ["now"]}, r"tools\[0\] must be a mapping, not str"),
+        (HI, {"template_kwargs": ["task"]}, "chat_template_kwargs must be a mapping, not list"),
         (HI, {"tools": [{"type": "function"}]}, r"tools\[0\].function must be a mapping"),
         (HI, {"response_format": {"type": "regex", "regex": "a"}}, "must have a type of text"),
         (HI, {"response_format": {"type": "json_object", "x": 1}}, "response_format has 'x'"),
@@ -143,6 +148,71 @@ IMAGE = {"type": "image_url", "image_url": {"url": PNG}}
 def test_refused_by_name(messages, wishes, said):
     with pytest.raises(InvalidRequestError, match=said):
         text(messages, **wishes)
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"properties": value}
+    return {"type": "object", **value}
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["type", "text", "image", "image_url", "url", "function", "name", "id",
+                         "arguments", "schema", "json_schema"]) | st.text(max_size=4),
+        inner,
+        max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "tool", "system", "latest_reminder"]),
+        "content": ODD,
+        "tool_calls": ODD,
+        "tool_call_id": ODD,
+        "reasoning_content": ODD,
+        "prefix": ODD,
+    },
+)
+
+
+@given(st.lists(MESSAGE | ODD, max_size=3), ODD, ODD, ODD, ODD, ODD)
+def test_whatever_comes_is_rendered_or_refused(talk, tools, choice, wish, effort, extra):
+    try:
+        options = ChatOptions(
+            tools=tools,
+            tool_choice=choice,
+            response_format=wish,
+            reasoning_effort=effort,
+            template_kwargs=extra,
+        )
+        rendered = V41.render(talk, options)
+    except InvalidRequestError:
+        return
+    assert all(rendered.text[a:b] for a, b in rendered.special_ranges)
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+def test_schemas_nested_beyond_sense(depth):
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(depth)}}
+    with pytest.raises(InvalidRequestError, match="refuses this conversation"):
+        text(tools=[tool])
+
+
+def test_whether_an_answer_begins_with_reasoning():
+    def first(messages=HI, **wishes):
+        return V41.render(messages, ChatOptions(**wishes)).reasons_first
+
+    assert first() and not first(thinking=False)
+    assert not first(template_kwargs={"task": "title"})
+    said = {"role": "assistant", "content": "So", "prefix": True}
+    assert not first([*HI, said])
+    assert first([*HI, {**said, "content": "", "reasoning_content": "r"}])
 
 
 def test_a_forced_call_has_no_place_for_a_task():

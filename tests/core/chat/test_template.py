@@ -72,6 +72,8 @@ def test_wishes_that_the_template_has():
     assert rendered("{{ tools }}", tools=[{"a": 1}], tool_choice="none") == "None"
     assert rendered("{{ tools[0].a }}", tools=[{"a": 1}], tool_choice="auto") == "1"
     assert rendered("x", response_format={"type": "text"}) == "x"
+    schema = {"type": "json_object"}
+    assert rendered("x", response_format=schema, format_is_forced=True) == "x"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ GENERATIONS: Final = {
 
 _ASSISTANT: Final = "<｜Assistant｜>"
 _THINK: Final = ("<think>", "</think>")
+# What the recipe raises for bodies that are no JSON, too deep or out of range.
+_REFUSALS: Final = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 class DeepseekFormat:
@@ -71,12 +73,14 @@ class DeepseekFormat:
         talk, images = request_messages(messages, self._generation.image_token)
         body = {"model": self._generation.model, "messages": talk, **asked.body}
         request, rendered = self._through_the_recipe(body)
+        begins = request.parsing_options.thinking_initial_stage
         chat = RenderedChat(
             text=rendered.prompt,
             special_ranges=rendered.special_ranges,
             images=_in_order(rendered.image_sources, images),
             image_token=self._generation.image_token,
             parser=partial(DeepseekParser, self._recipe, request),
+            reasons_first=begins is not None and begins.starts_in_reasoning(),
         )
         if asked.task is not None or not options.add_generation_prompt:
             opened = request.parsing_options.starts_in_tool_calls
@@ -89,7 +93,7 @@ class DeepseekFormat:
         try:
             request = recipe.ChatCompletionRequest(body).convert(self._conversion)
             return request, self._encoding.render_conversation(request.conversation)
-        except (ValueError, TypeError, recipe.ConversionError) as why:
+        except (*_REFUSALS, recipe.ConversionError) as why:
             raise InvalidRequestError(
                 f"The chat format of {self._name} refuses this conversation: {why}.",
                 setting="messages",
@@ -135,7 +139,7 @@ def _without_answer(chat: RenderedChat, task: str | None, opened: bool) -> Rende
         token = f"<｜{task}｜>"
         ranges.append((len(text), len(text) + len(token)))
         text += token
-    return replace(chat, text=text, special_ranges=ranges, parser=None)
+    return replace(chat, text=text, special_ranges=ranges, parser=None, reasons_first=False)
 
 
 def _no_opening(setting: str) -> NoReturn:

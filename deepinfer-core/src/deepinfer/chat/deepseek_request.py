@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes
 
 from deepinfer.chat.interface import ChatImage, ChatOptions, Message
 from deepinfer.chat.messages import refuse
@@ -101,7 +101,7 @@ def _tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | 
             tool.get("function"),
             ("name", "description", "parameters", "strict"),
         )
-    return [dict(tool) for tool in tools]
+    return [{**tool, "function": dict(tool["function"])} for tool in tools]
 
 
 def _tool_choice(options: ChatOptions) -> Any:
@@ -210,9 +210,16 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
         _only(f"{place}.function", call.get("function"), ("name", "arguments"))
         function = dict(call["function"])
         if isinstance(function.get("arguments"), Mapping):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            function["arguments"] = _as_json(f"{place}.function", function["arguments"])
         found.append({**{k: v for k, v in call.items() if k != "index"}, "function": function})
     return found
+
+
+def _as_json(where: str, value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(value), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as why:
+        refuse(where, f"has arguments that are no JSON: {why}")
 
 
 def _image(where: str, part: Mapping[str, Any]) -> ChatImage:
@@ -231,10 +238,11 @@ def _image(where: str, part: Mapping[str, Any]) -> ChatImage:
         refuse(where, f"holds {type(given).__name__}; an image is a path, bytes or a data URL")
     if given.startswith("data:"):
         return ChatImage(where, data=_data_url(where, given))
-    address = urlsplit(given)
-    if address.scheme in ("http", "https"):
+    if given.startswith(("http://", "https://")):
         refuse(where, "is a web address, and the engine fetches nothing", "Pass the bytes.")
-    return ChatImage(where, path=Path(unquote(address.path) if address.scheme == "file" else given))
+    if given.startswith("file://"):
+        given = unquote(given.removeprefix("file://"))
+    return ChatImage(where, path=Path(given))
 
 
 def _data_url(where: str, url: str) -> bytes:

@@ -1,6 +1,6 @@
 """What a chat format is: a conversation and its options in, a prompt and a parser out.
 
-Where you are: the types that cross this room's border. Standard library only.
+Where you are: the types that cross this room's border.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
+
+from deepinfer.errors import InvalidRequestError
 
 Message = Mapping[str, Any]
 ToolChoice = str | Mapping[str, Any]
@@ -26,6 +28,8 @@ class ChatOptions:
             {"name": …}}``.
         response_format: ``{"type": "text" | "json_object" | "json_schema", …}``, shown to the
             model; ``SamplingParams.so_args`` is what forces it.
+        format_is_forced: a grammar forces ``response_format`` anyway, so a format that has no
+            place for it may leave it out.
         reasoning_effort: how long the model should think, in the format's own words.
         thinking: whether it should think at all.
         add_generation_prompt: end with the opening of the assistant's turn.
@@ -35,10 +39,27 @@ class ChatOptions:
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     response_format: Mapping[str, Any] | None = None
+    format_is_forced: bool = False
     reasoning_effort: str | None = None
     thinking: bool | None = None
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.template_kwargs, Mapping):
+            raise _no("chat_template_kwargs", self.template_kwargs, "a mapping")
+        tools = self.tools
+        if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
+            raise _no("tools", tools, "a list of functions")
+        for index, tool in enumerate(tools or ()):
+            if not isinstance(tool, Mapping):
+                raise _no(f"tools[{index}]", tool, "a mapping")
+
+
+def _no(setting: str, given: Any, need: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{setting} must be {need}, not {type(given).__name__}.", setting=setting
+    )
 
 
 NO_WISHES: Final = ChatOptions()
@@ -172,6 +193,7 @@ class RenderedChat:
         images: in the order of their placeholders.
         image_token: how a placeholder is spelled, if there can be one.
         parser: makes a parser for one answer, where the format has one.
+        reasons_first: the answer begins with reasoning, which no grammar of the answer covers.
     """
 
     text: str
@@ -179,6 +201,7 @@ class RenderedChat:
     images: tuple[ChatImage, ...] = ()
     image_token: str | None = None
     parser: Callable[[], OutputParser] | None = None
+    reasons_first: bool = False
 
 
 class ChatFormat(Protocol):

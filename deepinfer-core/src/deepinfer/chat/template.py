@@ -72,10 +72,9 @@ class TemplateFormat:
             "tool_choice": options.tool_choice,
         }
         for name, value in named.items():
-            done = value is None or (name == "tool_choice" and value in ("auto", "none"))
             if name in reads and value is not None:
                 _set(found, name, value)
-            elif not done and value != {"type": "text"}:
+            elif not _goes_without(name, value, options):
                 self._refuse(name)
         return found
 
@@ -97,6 +96,15 @@ class TemplateFormat:
             setting="chat_template",
             next_step="Pass a chat template.",
         )
+
+
+def _goes_without(name: str, value: Any, options: ChatOptions) -> bool:
+    """Whether a wish is met by a template that does not know it."""
+    if name == "tool_choice":
+        return value in (None, "auto", "none")
+    if name == "response_format":
+        return value in (None, {"type": "text"}) or options.format_is_forced
+    return value is None
 
 
 def _set(found: dict[str, Any], name: str, value: Any) -> None:

@@ -127,6 +127,8 @@ def _prompt(llm: Any, body: Mapping[str, Any]) -> Any:
     options = ChatOptions(
         tools=body.get("tools"),
         tool_choice=body.get("tool_choice"),
+        response_format=body.get("response_format"),
+        format_is_forced=True,  # body_params makes a grammar of it
         reasoning_effort=body.get("reasoning_effort"),
         template_kwargs=body.get("chat_template_kwargs") or {},
     )

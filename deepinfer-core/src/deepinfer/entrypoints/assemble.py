@@ -112,7 +112,12 @@ class Assembly:
                 setting="messages",
             )
         ids = prompt_ids(rendered, self.tokenizer)
-        return {"prompt": rendered.text, "prompt_token_ids": ids, "parser": rendered.parser}
+        return {
+            "prompt": rendered.text,
+            "prompt_token_ids": ids,
+            "parser": rendered.parser,
+            "reasons_first": rendered.reasons_first,
+        }
 
 
 def assemble(config: EngineConfig) -> Assembly:

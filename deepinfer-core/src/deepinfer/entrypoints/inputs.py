@@ -34,9 +34,13 @@ class TextPrompt(TypedDict):
 
 
 class ChatPrompt(TextPrompt):
-    """A rendered conversation; ``parser`` makes what takes an answer apart, where one can."""
+    """A rendered conversation; ``parser`` makes what takes an answer apart, where one can.
+
+    ``reasons_first``: the answer begins with reasoning.
+    """
 
     parser: NotRequired[Callable[[], OutputParser] | None]
+    reasons_first: NotRequired[bool]
 
 
 class TokensPrompt(TypedDict):
@@ -155,11 +159,7 @@ class Preparer:
                 setting="sampling_params",
             )
         rank = _rank(priority)
-        parser = cast("ChatPrompt", prompt).get("parser") if isinstance(prompt, Mapping) else None
-        if not params.detokenize:
-            parser = None  # an answer is taken apart by its text
-        if parser is not None:
-            params = _with_marks(params)
+        parser, params = _for_answers(prompt, params)
         text, ids = self._ids(prompt)
         self._check_length(ids)
         in_vocabulary("prompt_token_ids", ids, self._vocab)
@@ -246,8 +246,22 @@ class Preparer:
         return mix(self._seed ^ _DRAWN, next(self._drawn))
 
 
-def _with_marks(params: SamplingParams) -> SamplingParams:
-    """Special tokens stay in the text: the marks that a parser needs may be among them."""
+def _for_answers(
+    prompt: Prompt, params: SamplingParams
+) -> tuple[Callable[[], OutputParser] | None, SamplingParams]:
+    """What takes a conversation's answers apart, and parameters that leave it what it needs."""
+    if not isinstance(prompt, Mapping):
+        return None, params
+    chat = cast("ChatPrompt", prompt)
+    if chat.get("reasons_first") and params.so_args is not None:
+        raise InvalidRequestError(
+            "so_args would force the model's reasoning too, with which this answer begins.",
+            setting="so_args",
+            next_step="Pass enable_thinking=False.",
+        )
+    parser = chat.get("parser")
+    if parser is None or not params.detokenize:  # an answer is taken apart by its text
+        return None, params
     if params.skip_special_tokens and "skip_special_tokens" in params.model_fields_set:
         raise InvalidRequestError(
             "skip_special_tokens=True would take out the marks between reasoning, answer and tool "
@@ -255,7 +269,7 @@ def _with_marks(params: SamplingParams) -> SamplingParams:
             setting="skip_special_tokens",
             next_step="Leave it out; output.message holds the parts without marks.",
         )
-    return params.model_copy(update={"skip_special_tokens": False})
+    return parser, params.model_copy(update={"skip_special_tokens": False})
 
 
 def _rank(priority: Any) -> int:
