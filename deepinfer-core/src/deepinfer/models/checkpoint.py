@@ -62,8 +62,11 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def bytes_into(self, name: str, out: torch.Tensor) -> None:
-        """A tensor's bytes as they are stored, into contiguous uint8 of that many elements."""
+    def bytes_into(self, name: str, out: torch.Tensor, begin: int = 0) -> None:
+        """A tensor's bytes as they are stored, from its byte ``begin`` on, into contiguous uint8.
+
+        ``out`` has as many elements as bytes are wanted.
+        """
         ...
 
     def extent(self, name: str) -> Extent:
@@ -130,7 +133,7 @@ class GGUFCheckpoint:
     def storage(self, name: str) -> str:
         return "F32"
 
-    def bytes_into(self, name: str, out: torch.Tensor) -> None:
+    def bytes_into(self, name: str, out: torch.Tensor, begin: int = 0) -> None:
         raise self._not_so(name)
 
     def extent(self, name: str) -> Extent:
@@ -208,8 +211,8 @@ class SafetensorsCheckpoint:
     def storage(self, name: str) -> str:
         return self._shard(name).entries[name].storage
 
-    def bytes_into(self, name: str, out: torch.Tensor) -> None:
-        self._shard(name).bytes_into(name, out)
+    def bytes_into(self, name: str, out: torch.Tensor, begin: int = 0) -> None:
+        self._shard(name).bytes_into(name, out, begin)
 
     def extent(self, name: str) -> Extent:
         shard = self._shard(name)

@@ -72,11 +72,14 @@ class Shard:
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
 
-    def bytes_into(self, name: str, out: Tensor) -> None:
-        """A tensor's bytes into ``out``: uint8, contiguous, on the host, of that many elements."""
+    def bytes_into(self, name: str, out: Tensor, begin: int = 0) -> None:
+        """A tensor's bytes from its byte ``begin`` on into ``out``: uint8, contiguous, on the host.
+
+        As many as it has elements.
+        """
         entry = self.entries[name]
-        assert out.dtype == torch.uint8 and out.numel() == entry.end - entry.begin, name
-        self._read(name, entry.begin, out)
+        assert out.dtype == torch.uint8 and begin + out.numel() <= entry.end - entry.begin, name
+        self._read(name, entry.begin + begin, out)
 
     def tensor(self, name: str, dtype: torch.dtype, round_to: torch.dtype | None) -> Tensor:
         """A tensor of floats in ``dtype``; its bytes are converted piece by piece."""

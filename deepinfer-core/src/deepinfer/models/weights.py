@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 _NAN_SCALE: Final = 255
-_PIECE: Final = 1 << 20  # values that are dequantised at a time
+_PIECE: Final = 1 << 19  # values that are dequantised at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +141,11 @@ def join(
     else:
         joined = torch.empty(_joined_shape(rule), dtype=dtype, device=device or "cpu")
         places = _places(joined, rule.shapes, rule.stack)
-        for name, shape, place in zip(rule.sources, rule.shapes, places, strict=True):
+        for name, place in zip(rule.sources, places, strict=True):
             if rule.stored is None:
                 place.copy_(checkpoint.tensor(name, dtype, round_to=round_to))
             else:
-                _dequantize(_stored_part(rule, name, shape, checkpoint, device), place, round_to)
+                _dequantize(rule.stored, name, checkpoint, place, round_to)
     return joined if rule.view is None else joined.view(rule.view)
 
 
@@ -176,26 +176,26 @@ def _places(joined: Tensor, shapes: Sequence[tuple[int, ...]], stack: bool) -> l
     return [joined[end - shape[0] : end] for end, shape in zip(ends, shapes, strict=True)]
 
 
-def _stored_part(
-    rule: WeightRule,
+def _dequantize(
+    kind: Literal["fp8", "fp4"],
     name: str,
-    shape: tuple[int, ...],
     checkpoint: Checkpoint,
-    device: torch.device | None,
-) -> BlockScaled:
-    """One low-bit tensor with its scales."""
-    part = replace(rule, sources=(name,), shapes=(shape,), stack=False, view=None)
-    return _as_stored(part, checkpoint, device)
-
-
-def _dequantize(weight: BlockScaled, out: Tensor, round_to: torch.dtype | None) -> None:
-    """Values into ``out`` [N, K], some whole tiles of rows at a time."""
+    out: Tensor,
+    round_to: torch.dtype | None,
+) -> None:
+    """A low-bit tensor's values into ``out`` [N, K], read some whole tiles of rows at a time."""
     rows = max(_PIECE // out.shape[1] // TILE, 1) * TILE
-    per_tile = TILE if weight.kind == "fp8" else 1
+    per_tile = TILE if kind == "fp8" else 1
+    height, width = checkpoint.shape(scale_name(name))
+    scales = _bytes(checkpoint, [scale_name(name)], [(height, width)], False, out.device)
+    columns = checkpoint.shape(name)[1]
+    codes = torch.empty(min(rows, out.shape[0]), columns, dtype=torch.uint8, device=out.device)
     for begin in range(0, out.shape[0], rows):
-        scales = weight.scales[begin // per_tile : (begin + rows) // per_tile]
-        piece = BlockScaled(weight.codes[begin : begin + rows], scales, weight.kind)
-        out[begin : begin + rows] = piece.dequantize(round_to or out.dtype)
+        place = out[begin : begin + rows]
+        piece = codes[: place.shape[0]]
+        checkpoint.bytes_into(name, piece, begin * columns)
+        tiles = scales[begin // per_tile : (begin + rows) // per_tile]
+        place.copy_(BlockScaled(piece, tiles, kind).dequantize(round_to or out.dtype))
 
 
 def _as_stored(

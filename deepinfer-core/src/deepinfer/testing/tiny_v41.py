@@ -229,8 +229,9 @@ class GeneratedCheckpoint:
         drawn = self._draw(name)
         return drawn.to(round_to or drawn.dtype).to(dtype)
 
-    def bytes_into(self, name: str, out: Tensor) -> None:
-        out.copy_(self._draw(name).view(torch.uint8).view_as(out))
+    def bytes_into(self, name: str, out: Tensor, begin: int = 0) -> None:
+        drawn = self._draw(name).view(torch.uint8).view(-1)
+        out.copy_(drawn[begin : begin + out.numel()].view_as(out))
 
     def extent(self, name: str) -> Extent:
         raise UnsupportedError(f"{name!r} lies in no file.", setting="model")
