@@ -277,6 +277,17 @@ def test_images_that_cannot_be(part, said):
         V41.render(parts(part))
 
 
+def test_reading_what_was_given(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"pixels")
+    for given, found in ((tmp_path / "a.png", b"pixels"), (b"raw", b"raw"), (PNG, b"hello")):
+        (image,) = V41.render(parts({"type": "image", "image": given})).images
+        assert image.read() == found
+    for lost in (tmp_path / "b.png", str(tmp_path), "a\0b"):
+        (image,) = V41.render(parts({"type": "image", "image": lost})).images
+        with pytest.raises(InvalidRequestError, match=r"content\[0\] names an image that cannot"):
+            image.read()
+
+
 def test_v4_sees_no_images():
     with pytest.raises(InvalidRequestError, match=r"content\[0\] is an image, which this model"):
         V4.render(parts(IMAGE))

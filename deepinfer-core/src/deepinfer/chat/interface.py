@@ -76,6 +76,22 @@ class ChatImage:
     data: bytes | None = None
     path: Path | None = None
 
+    def read(self) -> bytes:
+        """The encoded picture.
+
+        Raises:
+            InvalidRequestError: the path names no file that can be read.
+        """
+        if self.data is not None:
+            return self.data
+        assert self.path is not None, "an image is data or a path"
+        try:
+            return self.path.read_bytes()
+        except (OSError, ValueError) as why:  # ValueError: a path that no file system holds
+            raise InvalidRequestError(
+                f"{self.where} names an image that cannot be read: {why}.", setting=self.where
+            ) from why
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
