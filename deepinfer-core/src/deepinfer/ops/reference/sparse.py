@@ -125,11 +125,15 @@ class _Keys:
         self._known: list[Tensor] = []
 
     def tile(self, number: int) -> Tensor:
-        """bfloat16[_KEYS, DI], exact; entries from number·_KEYS on, anything behind the text."""
+        """[_KEYS, DI] of the cache's type, bfloat16 of records, exact; entries from number·_KEYS on,
+        anything behind the text.
+        """
+        packed = self._cache.dtype == torch.uint8
+        dtype = torch.bfloat16 if packed else self._cache.dtype
         while len(self._known) <= number:
             begin = len(self._known) * _KEYS
             entries = torch.arange(begin, begin + _KEYS, device=self._cache.device)
-            self._known.append(self.at(entries[None], torch.bfloat16)[0])
+            self._known.append(self.at(entries[None], dtype)[0])
         return self._known[number]
 
     def at(self, entries: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
