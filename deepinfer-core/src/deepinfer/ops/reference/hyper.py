@@ -98,9 +98,9 @@ def hyper_merge(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     float32, terms in the order written and streams ascending, rounded once.
     """
     total = post[:, :, None] * y.float()[:, None, :]
-    wide = x.float()
+    wide, term = x.float(), torch.empty_like(total)
     for stream in range(x.shape[1]):
-        total += comb[:, stream, :, None] * wide[:, stream, None, :]
+        total += torch.mul(comb[:, stream, :, None], wide[:, stream, None, :], out=term)
     return total.to(x.dtype)
 
 

@@ -163,14 +163,14 @@ def scaled_moe(
     """
     k = ids.shape[1]
     order, offsets = ops.permute(ids, num_experts)
-    pairs = ops.grouped_scaled_linear(x[order // k], gate_up, offsets)
+    pairs = ops.grouped_scaled_linear(x.index_select(0, order // k), gate_up, offsets)
     gated = ops.silu_mul(pairs.float(), limit) * weights.flatten()[order, None]
     rows = ops.grouped_scaled_linear(gated.to(x.dtype), down, offsets)
     # Rows lie by expert, so a token's rows in ascending order are its experts in ascending order.
     places = order.argsort().view(ids.shape).sort(-1).values
-    total: Tensor = rows[places[:, 0]].float()
+    total: Tensor = rows.index_select(0, places[:, 0]).float()
     for slot in range(1, k):
-        total = total + rows[places[:, slot]].float()
+        total += rows.index_select(0, places[:, slot])
     return total
 
 
