@@ -279,8 +279,8 @@ def test_images_that_cannot_be(part, said):
 
 def test_reading_what_was_given(tmp_path):
     (tmp_path / "a.png").write_bytes(b"pixels")
-    for given, found in ((tmp_path / "a.png", b"pixels"), (b"raw", b"raw"), (PNG, b"hello")):
-        (image,) = V41.render(parts({"type": "image", "image": given})).images
+    for dress, found in ((tmp_path / "a.png", b"pixels"), (b"raw", b"raw"), (PNG, b"hello")):
+        (image,) = V41.render(parts({"type": "image", "image": dress})).images
         assert image.read() == found
     for lost in (tmp_path / "b.png", str(tmp_path), "a\0b"):
         (image,) = V41.render(parts({"type": "image", "image": lost})).images

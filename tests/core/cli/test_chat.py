@@ -19,3 +19,16 @@ def test_the_same_question_after_reset_gets_the_same_answer(shell):
     once = shell("chat", *few, stdin="Hello\n").out
     twice = shell("chat", *few, stdin="Hello\n/reset\nHello\n").out
     assert twice == once * 2
+
+
+def test_reasoning_is_shown_and_stays_out_of_the_conversation(capsys):
+    from types import SimpleNamespace
+
+    from deepinfer.chat import ChatMessage
+    from deepinfer.cli.chat import _show
+
+    pieces = [ChatMessage("Hm. "), ChatMessage("So", "Ye"), ChatMessage(None, "s."), ChatMessage()]
+    said = [_show(SimpleNamespace(text="raw", message=piece)) for piece in pieces]
+    assert "".join(said) == "Yes."
+    assert capsys.readouterr().out == "Hm. SoYes."
+    assert _show(SimpleNamespace(text="raw", message=None)) == "raw"

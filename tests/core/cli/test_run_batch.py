@@ -133,3 +133,36 @@ def test_a_value_of_any_kind_costs_only_its_line(shell, tmp_path, value):
     assert [line["custom_id"] for line in written] == [*names, "good"]
     assert written[-1]["error"] is None
     assert all(line["response"]["status_code"] in (200, 400) for line in written)
+
+
+def test_wishes_that_the_chat_template_does_not_have(shell, tmp_path):
+    wishes = {
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "required",
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    lines = [ask(name, CHAT, **SAYS[CHAT], **GOOD, **{name: v}) for name, v in wishes.items()]
+    _, written = batch(shell, tmp_path, *lines)
+    for line, name in zip(written, (*list(wishes)[:3], "enable_thinking"), strict=True):
+        assert line["response"]["status_code"] == 400
+        assert f"does not know {name}" in line["error"]["message"]
+
+
+def test_an_answer_taken_apart_is_written_in_parts():
+    from deepinfer.chat import ChatMessage, ToolCall
+    from deepinfer.cli.run_batch import _choices, _Job
+    from deepinfer.entrypoints.outputs import CompletionOutput, RequestOutput
+
+    message = ChatMessage("Hm.", None, (ToolCall(0, "now", "{}", "c1"),))
+    out = CompletionOutput(0, "raw", [1], finish_reason="tool_calls", message=message)
+    job = _Job("a", chat=True, result=RequestOutput("r", None, [1], [out], True))
+    (choice,) = _choices(job)
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [call],
+    }
+    assert choice["finish_reason"] == "tool_calls"
