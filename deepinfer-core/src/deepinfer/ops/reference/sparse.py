@@ -125,8 +125,9 @@ class _Keys:
         self._known: list[Tensor] = []
 
     def tile(self, number: int) -> Tensor:
-        """[_KEYS, DI] of the cache's type, bfloat16 of records, exact; entries from number·_KEYS on,
-        anything behind the text.
+        """[_KEYS, DI] of the cache's type, bfloat16 of records, exact.
+
+        Entries from number·_KEYS on, anything behind the text.
         """
         packed = self._cache.dtype == torch.uint8
         dtype = torch.bfloat16 if packed else self._cache.dtype
