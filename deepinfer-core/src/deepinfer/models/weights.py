@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 _NAN_SCALE: Final = 255
-_PIECE: Final = 1 << 19  # values that are dequantised at a time
+_PIECE: Final = 1 << 17  # values that are dequantised at a time: what the allocator keeps is small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
