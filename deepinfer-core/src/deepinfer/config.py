@@ -60,6 +60,15 @@ class EngineConfig(BaseModel):
         kv_cache_dtype: how a model that defines its own KV formats stores them: ``packed``, as
             few bytes as they need, or ``bfloat16``, the same values; ``auto`` is packed there, and
             ``dtype`` for all other models, which refuse the rest.
+        yoco_prefill_truncation_mode: how models whose late layers keep no KV of all tokens (YOCO)
+            skip them on a prompt's beginning: ``compact`` takes the rows out, ``mask`` runs them to
+            no effect, ``exact`` keeps enough that nothing changes, ``off`` runs all. None takes
+            DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE. With ``batch_invariant`` those that change
+            results become ``exact``. Other models refuse it.
+        yoco_prefill_keep_tokens: rows that ``compact`` and ``mask`` keep. None takes
+            DEEPINFER_YOCO_PREFILL_KEEP_TOKENS.
+        dequantize_weights: turn weights stored in few bits into ``dtype`` when they are loaded;
+            False multiplies them as stored; None leaves it to the backend.
         gpu_memory_utilization: share of the device's memory that the engine may use.
         seed: where seeds of requests without one come from; None takes the system's entropy.
         batch_invariant: results may not depend on the batch; what cannot keep it is refused.
@@ -89,6 +98,9 @@ class EngineConfig(BaseModel):
     page_size: _Count = 16
     kv_cache_memory: _Count | None = None
     kv_cache_dtype: Literal["auto", "bfloat16", "packed"] = "auto"
+    yoco_prefill_truncation_mode: Literal["compact", "mask", "off", "exact"] | None = None
+    yoco_prefill_keep_tokens: _Count | None = None
+    dequantize_weights: bool | None = None
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     seed: int | None = 0
     batch_invariant: bool = False
@@ -151,7 +163,8 @@ class EngineConfig(BaseModel):
         return config
 
     def check(self) -> None:
-        """Refuse what is not built, all reasons at once."""
+        """Refuse what is not built, all reasons at once; and variables that say nothing known."""
+        self.truncation()
         problems = [
             f"{name}={getattr(self, name)}: only 1 works in this version"
             for name in _NOT_BUILT
@@ -164,6 +177,21 @@ class EngineConfig(BaseModel):
             )
         if problems:
             raise UnsupportedError("; ".join(problems) + ".", setting=problems[0].split("=")[0])
+
+    def truncation(
+        self,
+    ) -> tuple[Literal["compact", "mask", "off", "exact"], int, frozenset[str]]:
+        """(mode, rows kept, which of the two arguments were given).
+
+        Where results may not depend on the batch they may not depend on where a prompt ends
+        either, as an approximation of its end does.
+        """
+        names = ("yoco_prefill_truncation_mode", "yoco_prefill_keep_tokens")
+        given = {name: getattr(self, name) for name in names}
+        mode, keep = (settings.read(f"DEEPINFER_{name.upper()}", given[name]) for name in names)
+        if self.batch_invariant and mode != "off":
+            mode = "exact"
+        return mode, keep, frozenset(name for name in names if given[name] is not None)
 
     def needs(self) -> frozenset[str]:
         """Capabilities that the chosen backend must offer."""

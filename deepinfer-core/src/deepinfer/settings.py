@@ -93,15 +93,17 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             "DEEPINFER_YOCO_PREFILL_TRUNCATION_MODE",
             _one_of("compact", "mask", "off", "exact"),
             "compact",
-            "models.deepseek_v41",
-            "How the decoder half is cut at prefill.",
+            "config",
+            "How models with late layers that keep no KV of all tokens skip them at prefill; "
+            "other models ignore it.",
         ),
         Setting(
             "DEEPINFER_YOCO_PREFILL_KEEP_TOKENS",
             _count,
             140,
-            "models.deepseek_v41",
-            "Tokens that the cut keeps: at least the window plus the rollback.",
+            "config",
+            "Tokens that the cut keeps: at least the window plus the rollback; models without a "
+            "cut ignore it.",
         ),
         Setting(
             "DEEPINFER_ACCELERATOR",

@@ -56,7 +56,8 @@ class BackendFacts:
     ``memory_bytes``: what KV and weights may use together. ``step_tokens``: tokens of a step that
     fill the device, where the user names no ``max_num_batched_tokens``. ``activations``: the type
     of rows between ops where it is not ``dtype``: a device whose arithmetic is float32 anyway
-    loses nothing by it and rounds less.
+    loses nothing by it and rounds less. ``dequantize``: where the user does not say, weights that a
+    checkpoint stores in few bits become ``dtype`` at load; False: they are multiplied as stored.
     """
 
     dtypes: frozenset[str]
@@ -67,6 +68,7 @@ class BackendFacts:
     graphs: bool = False
     step_tokens: int = 2048
     activations: str | None = None
+    dequantize: bool = True
     notes: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -79,7 +79,8 @@ class Truncation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOptions:
     """What of an engine shapes a model's KV. ``cache_dtype``: ``auto`` or what the user asked for;
-    a family refuses by name what it does not store. ``truncation``: the mode asked for.
+    a family refuses by name what it does not store. ``truncation``: the mode asked for. ``asked``:
+    engine arguments among these that the user gave, and did not leave to environment and defaults.
     """
 
     dtype_bytes: int
@@ -88,11 +89,16 @@ class KVOptions:
     cache_dtype: str = "auto"
     truncation: Literal["compact", "mask", "off", "exact"] = "off"
     keep_tokens: int = 140
+    asked: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """All groups of a model. ``layout`` names what the bytes mean and enters every page key.
+
+    State groups keep this promise, on which the prefix cache rests: a block saved while no
+    position at or above b + page_size + draft_len + 2 was written serves a text that goes on at
+    page boundary b. A text that begins at position 0 reads nothing of its block.
 
     ``lookback``: ids before a token that ``forward`` reads (n-grams); they lie in the slot table.
     """

@@ -66,49 +66,80 @@ def _variables() -> list[tuple[str, Any, str]]:
 @click.argument("model", default="demo")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
 @click.option("--kv-cache-memory", default="1GiB", show_default=True, help="Bytes of KV.")
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "bfloat16", "packed"]))
 @click.option("--page-size", type=int, default=16, show_default=True)
+@click.option("--max-num-seqs", type=int, default=256, show_default=True)
+@click.option("--max-model-len", type=int, help="Longest text; default: the model's own.")
 @click.option("--json", "as_json", is_flag=True)
-def memory(model: str, dtype: str, kv_cache_memory: str, page_size: int, as_json: bool) -> None:
-    """Bytes per token, pages and weights of MODEL, from its header alone."""
-    facts = memory_facts(model, dtype, kv_cache_memory, page_size)
+def memory(model: str, as_json: bool, **engine: Any) -> None:
+    """Bytes per token and per request, pages and weights of MODEL, from its header alone."""
+    facts = memory_facts(model, **{k: v for k, v in engine.items() if v is not None})
     if as_json:
         click.echo(json.dumps(facts))
         return
     for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else value
-        click.echo(f"{name.replace('_', ' '):<24} {shown}")
+        if name != "groups":
+            click.echo(f"{name.replace('_', ' '):<24} {_shown(value)}")
+    click.echo(f"\n{'KV group':<24} {'kind':<8}{'layers':>8}{'a token':>12}{'a request':>14}")
+    for group in facts["groups"]:
+        per_token, per_request = group["bytes_per_token"], group["bytes_per_request"]
+        click.echo(
+            f"{group['name']:<24} {group['kind']:<8}{group['layers']:>8}"
+            f"{per_token:>12,}{per_request:>14,}"
+        )
 
 
-def memory_facts(model: str, dtype: str, kv_memory: str, page_size: int) -> dict[str, Any]:
-    """What ``config memory`` prints. Reads no weights."""
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def memory_facts(model: str, **engine: Any) -> dict[str, Any]:
+    """What ``config memory`` prints: what an engine with these arguments would do with its KV
+    memory, by the function that the engine asks (``worker.sizes``). Reads no weights."""
     from math import prod
 
-    from deepinfer.api.kv import KVOptions
     from deepinfer.config import EngineConfig
     from deepinfer.models.checkpoint import open_checkpoint
+    from deepinfer.models.registry import model_config
     from deepinfer.models.source import resolve
     from deepinfer.plugins import PluginManager, Wanted
+    from deepinfer.worker.sizes import kv_options, size_kv
 
-    made = EngineConfig.make(model=model, kv_cache_memory=kv_memory, page_size=page_size)
+    made = EngineConfig.make(model=model, **engine)
     checkpoint = open_checkpoint(resolve(made.model))
     wanted = Wanted.by(made, checkpoint.config.get("architectures") or ())
     adapter = PluginManager().resolve(wanted, made).load("model")()
-    shape = adapter.config(checkpoint.config)
-    width = {"float32": 4, "bfloat16": 2}[dtype]
-    spec = adapter.kv_spec(shape, KVOptions(dtype_bytes=width, page_size=page_size))
+    shape = model_config(adapter, checkpoint)
+    width = {"float32": 4, "bfloat16": 2}[made.dtype]
+    spec = adapter.kv_spec(shape, kv_options(made, width))
     weights = sum(prod(s) for rule in adapter.weights(shape) for s in rule.shapes)
-    per_page = spec.bytes_per_token * page_size
     assert made.kv_cache_memory is not None
-    pages = made.kv_cache_memory // per_page
+    longest = made.max_model_len or shape.max_position_embeddings
+    sizes = size_kv(made, spec, longest, made.kv_cache_memory)
     return {
         "model": model,
-        "dtype": dtype,
+        "dtype": made.dtype,
         "weight_bytes": weights * width,
+        "kv_layout": spec.layout,
         "kv_bytes_per_token": spec.bytes_per_token,
-        "page_size": page_size,
-        "page_bytes": per_page,
+        "kv_bytes_per_request": spec.bytes_per_request,
+        "page_size": made.page_size,
+        "page_bytes": sizes.page_bytes,
         "kv_cache_bytes": made.kv_cache_memory,
-        "pages": pages,
-        "tokens": pages * page_size,
-        "max_model_len": checkpoint.config.get("max_position_embeddings"),
+        "kv_bytes_used": sizes.nbytes,
+        "pages": sizes.pages,
+        "tokens": sizes.pages * made.page_size,
+        "slots": sizes.slots,
+        "snapshots": sizes.snapshots,
+        "max_model_len": sizes.max_len,
+        "groups": [
+            {
+                "name": group.name,
+                "kind": group.kind,
+                "layers": len(group.layers),
+                "bytes_per_token": group.bytes_per_token if group.kind != "state" else 0,
+                "bytes_per_request": group.bytes_per_request,
+            }
+            for group in spec.groups
+        ],
     }

@@ -121,7 +121,16 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def only_plain_kv(options: KVOptions) -> None:
-    """Refuse a ``kv_cache_dtype`` in a family that stores KV in the engine's dtype."""
+    """Refuse storage and truncation in a family that keeps keys and values of every row.
+
+    Truncation that comes from the environment, or by default, is left out without a word.
+    """
+    for name in sorted(options.asked):
+        raise UnsupportedError(
+            f"{name} has no effect on this model: all its layers run on every row of a prompt.",
+            setting=name,
+            next_step="Leave it out.",
+        )
     if options.cache_dtype != "auto":
         raise UnsupportedError(
             f"kv_cache_dtype={options.cache_dtype!r}: this model stores KV in the engine's dtype.",

@@ -159,7 +159,8 @@ class Lab:
         base = {"enable_prefix_caching": False, "max_num_seqs": 64}
         self._config = config.model_copy(update=base)
         self._tell = tell
-        self._parts = assemble(self._config)
+        # The model is loaded for the conditions that need most: with room for cached state.
+        self._parts = assemble(self._config.model_copy(update=_CACHED))
         self.facts: ModelFacts = self._parts.facts
 
     def close(self) -> None:

@@ -17,8 +17,7 @@ import torch
 
 from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
-from deepinfer.api.kv import KVOptions
-from deepinfer.errors import ConfigError, KVCacheTooSmallError, shown
+from deepinfer.errors import ConfigError, shown
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.registry import architectures_of, model_config
 from deepinfer.models.source import resolve
@@ -29,6 +28,7 @@ from deepinfer.sampling.verify import EqualityVerifier
 from deepinfer.worker.drafting import NullDrafter
 from deepinfer.worker.kvpool import KVPool
 from deepinfer.worker.runner import ModelRunner, Rig
+from deepinfer.worker.sizes import full_bytes, kv_options, size_kv
 from deepinfer.worker.slots import SlotShape, SlotTable
 
 if TYPE_CHECKING:
@@ -101,13 +101,21 @@ class Host:
         times: dict[str, float],
     ) -> Host:
         backend, device = where
-        max_len, num_pages = size_kv(config, loaded.config, loaded.spec, device)
+        spec, max_len = loaded.spec, loaded.config.max_model_len
+        sizes = size_kv(config, spec, max_len, kv_memory(config, spec, max_len, device))
         with _allocating("kv_cache_memory"):
-            kv = KVPool(loaded.spec, num_pages, config.page_size, loaded.dtype, device.torch_device)
+            kv = KVPool(
+                spec,
+                sizes.pages,
+                config.page_size,
+                loaded.dtype,
+                device.torch_device,
+                sizes.state_blocks,
+            )
         drafter = NullDrafter()
         shape = SlotShape(
             slots=config.max_num_seqs,
-            max_len=max_len,
+            max_len=sizes.max_len,
             page_size=config.page_size,
             vocab_size=loaded.config.vocab_size,
             draft_len=drafter.draft_len,
@@ -118,7 +126,7 @@ class Host:
         rig = Rig(
             model=loaded.model,
             ops=loaded.ops,
-            spec=loaded.spec,
+            spec=spec,
             kv=kv,
             device=device,
             slots=slots,
@@ -128,10 +136,11 @@ class Host:
         facts = ModelFacts(
             architecture=architectures_of(checkpoint.config)[0],
             vocab_size=loaded.config.vocab_size,
-            max_model_len=max_len,
+            max_model_len=sizes.max_len,
             page_size=config.page_size,
-            num_pages=num_pages,
-            kv=loaded.spec,
+            num_pages=sizes.pages,
+            kv=spec,
+            state_blocks=sizes.state_blocks,
             fingerprint=checkpoint.fingerprint(),
             dtype=str(loaded.dtype).removeprefix("torch."),
             backend=backend.name,
@@ -191,12 +200,7 @@ def _load(
             next_step=f"Give at most {limit}, or leave it out.",
         )
     mine = replace(mine, max_model_len=config.max_model_len or limit)
-    options = KVOptions(
-        dtype_bytes=dtype.itemsize,
-        page_size=config.page_size,
-        cache_dtype=config.kv_cache_dtype,
-    )
-    spec = adapter.kv_spec(mine, options)
+    spec = adapter.kv_spec(mine, kv_options(config, dtype.itemsize))
     rows = backend.facts().activations
     context = OpContext(
         dtype=dtype,
@@ -205,14 +209,17 @@ def _load(
         quantization=config.quantization,
         num_threads=config.num_threads or torch.get_num_threads(),
         page_size=config.page_size,
-        head_dim=spec.groups[0].head_dim,
+        head_dim=spec.groups[0].head_dim or None,
         activation_dtype=None if rows is None else getattr(torch, rows),
     )
     _check_page_size(config.page_size, backend)
     ops = build_ops(backend, context)
     parallel = single()
     model = adapter.build(mine, ops, parallel)
-    plan = LoadPlan(known=adapter.unread, parallel=parallel)
+    dequantize = config.dequantize_weights
+    if dequantize is None:
+        dequantize = backend.facts().dequantize
+    plan = LoadPlan(known=adapter.unread, parallel=parallel, dequantize=dequantize)
     nbytes = load_weights(model, adapter.weights(mine), checkpoint, ops, dtype, plan=plan)
     return _Loaded(model, ops, mine, spec, dtype, nbytes)
 
@@ -235,47 +242,25 @@ def _check_page_size(page_size: int, backend: Backend) -> None:
         )
 
 
-def size_kv(
-    config: EngineConfig, model_config: Any, spec: KVSpec, device: Device
-) -> tuple[int, int]:
-    """(max_model_len, num_pages): as many pages as memory is given, enough for one longest text.
-
-    Where the user named no length, a pool that cannot hold the model's own shortens it.
+def kv_memory(config: EngineConfig, spec: KVSpec, max_len: int, device: Device) -> int:
+    """Bytes for KV: what the user names, else a share of what is free, as far as it can be used.
 
     Raises:
-        KVCacheTooSmallError: it cannot hold a text of the length that the user named.
         ConfigError: the user named more memory than there is.
     """
-    page_bytes = spec.bytes_per_token * config.page_size
-    max_len = model_config.max_model_len
-    most = -(-max_len // config.page_size) * config.max_num_seqs
     budget, free = config.kv_cache_memory, device.free_bytes()
-    if budget is not None and budget > free:
-        raise ConfigError(
-            f"kv_cache_memory={shown(budget)} is more than the {free} bytes that are free.",
-            setting="kv_cache_memory",
-            next_step="Give less, or leave it out: it is then sized from what is free.",
-        )
-    if budget is None:
-        budget = int(config.gpu_memory_utilization * free)
-        if device.torch_device.type == "cpu":
-            budget = min(budget, CPU_KV_BYTES)
-        budget = min(budget, most * page_bytes)
-    pages = budget // page_bytes
-    if pages * config.page_size >= max_len:
-        return max_len, pages
-    fits = pages * config.page_size
-    if config.max_model_len is None and fits >= 2:
-        log.info("max_model_len is %d, not the model's %d: KV memory ends there.", fits, max_len)
-        return fits, pages
-    need = -(-max_len // config.page_size) * page_bytes
-    shorter = f", or max_model_len={fits} or less" if fits >= 2 else ""
-    raise KVCacheTooSmallError(
-        f"kv_cache_memory={budget} holds {fits} tokens, and one text of max_model_len={max_len} "
-        f"needs {need} bytes.",
-        setting="kv_cache_memory",
-        next_step=f"Give kv_cache_memory={need} or more{shorter}.",
-    )
+    if budget is not None:
+        if budget > free:
+            raise ConfigError(
+                f"kv_cache_memory={shown(budget)} is more than the {free} bytes that are free.",
+                setting="kv_cache_memory",
+                next_step="Give less, or leave it out: it is then sized from what is free.",
+            )
+        return budget
+    budget = int(config.gpu_memory_utilization * free)
+    if device.torch_device.type == "cpu":
+        budget = min(budget, CPU_KV_BYTES)
+    return min(budget, full_bytes(config, spec, max_len))
 
 
 @contextmanager
