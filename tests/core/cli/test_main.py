@@ -6,6 +6,11 @@ import sys
 
 from deepinfer import __version__
 
+COMMANDS = (
+    *("generate", "chat", "run-batch", "bench", "verify"),
+    *("plugins", "doctor", "config", "make-tiny"),
+)
+
 
 def python(*code):
     return subprocess.run(
@@ -16,12 +21,12 @@ def python(*code):
 def test_help_names_every_command(shell):
     done = shell("--help", model=False)
     assert done.code == 0
-    for name in ("generate", "chat", "run-batch", "bench", "verify", "plugins", "doctor", "config"):
+    for name in COMMANDS:
         assert name in done.out
 
 
 def test_every_command_has_help(shell):
-    for name in ("generate", "chat", "run-batch", "bench", "verify", "plugins", "config"):
+    for name in COMMANDS:
         done = shell(name, "--help", model=False)
         assert done.code == 0 and "Usage" in done.out
 

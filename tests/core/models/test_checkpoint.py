@@ -193,3 +193,73 @@ def test_the_demo_model_opens(demo_gguf):
     assert checkpoint.generation_config["eos_token_id"] == 2
     q = checkpoint.tensor("model.layers.0.self_attn.q_proj.weight", torch.bfloat16)
     assert q.shape == (576, 576)
+
+
+@pytest.mark.parametrize(
+    "second, said",
+    [
+        ([2, 6], r"tensor 'b' begins at byte \d+, expected"),  # a byte that belongs to two
+        ([5, 9], r"tensor 'b' begins at byte \d+, expected"),  # a byte that belongs to none
+        ([4, 10], "of shape .* has 6 bytes"),
+        ([4, -8], "offsets"),
+        ([4, 8.0], "offsets"),
+    ],
+)
+def test_tensors_lie_side_by_side(directory, second, said):
+    entries = {"a": [0, 4], "b": second}
+    header = {n: {"dtype": "F32", "shape": [1], "data_offsets": at} for n, at in entries.items()}
+    (directory / "model.safetensors").write_bytes(with_header(header) + bytes(10))
+    with pytest.raises(ModelLoadError, match=rf"(?s)damaged safetensors header.*{said}"):
+        opened(directory)
+
+
+@pytest.mark.parametrize("shape", [[-1], [True], ["4"], 4, [1.0]])
+def test_a_shape_is_a_list_of_sizes(directory, shape):
+    header = {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}
+    (directory / "model.safetensors").write_bytes(with_header(header) + bytes(4))
+    with pytest.raises(ModelLoadError, match="'w' has the shape"):
+        opened(directory)
+
+
+def test_a_file_cut_short_after_it_was_opened_is_named(directory):
+    checkpoint = opened(directory)
+    file = directory / "model.safetensors"
+    with file.open("r+b") as short:
+        short.truncate(file.stat().st_size - 60)
+    with pytest.raises(ModelLoadError, match=r"ends inside tensor '[\w.]+': it was cut short"):
+        for name in checkpoint.names():
+            checkpoint.tensor(name, torch.float32)
+
+
+def test_bytes_come_as_they_are_stored_also_from_the_middle(directory):
+    checkpoint = opened(directory)
+    stored = weights()["model.norm.weight"].view(torch.uint8).view(-1)
+    whole = torch.empty(96, dtype=torch.uint8)
+    checkpoint.bytes_into("model.norm.weight", whole)
+    part = torch.empty(10, dtype=torch.uint8)
+    checkpoint.bytes_into("model.norm.weight", part, 7)
+    assert torch.equal(whole, stored) and torch.equal(part, stored[7:17])
+    extent = checkpoint.extent("model.norm.weight")
+    raw = extent.path.read_bytes()[extent.begin : extent.begin + 96]
+    assert raw == stored.numpy().tobytes() and extent.shape == (6, 8)
+    assert checkpoint.storage("model.norm.weight") == "BF16"
+
+
+def test_low_bit_bytes_are_no_numbers(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    header = {"w": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
+    (tmp_path / "model.safetensors").write_bytes(with_header(header) + bytes(4))
+    with pytest.raises(ModelLoadError, match="'w' is stored as F8_E4M3, which is no number"):
+        opened(tmp_path).tensor("w", torch.float32)
+
+
+def test_a_wide_tensor_is_converted_in_pieces_without_a_seam(tmp_path, monkeypatch):
+    monkeypatch.setattr("deepinfer.models.shards._PIECE", 7)
+    (tmp_path / "config.json").write_text("{}")
+    stored = {"w": torch.randn(5, 9).bfloat16(), "s": torch.tensor(2.5), "e": torch.empty(0, 3)}
+    safetensors.save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = opened(tmp_path)
+    for name, expected in stored.items():
+        found = checkpoint.tensor(name, torch.float32)
+        assert found.shape == expected.shape and torch.equal(found, expected.float())
+        assert torch.equal(checkpoint.tensor(name, torch.bfloat16), expected.bfloat16())
