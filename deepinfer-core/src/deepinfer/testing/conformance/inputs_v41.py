@@ -182,14 +182,14 @@ for _storage in STORAGES:
             return run.ops.grouped_scaled_linear(x, weight, offsets)
         return run.ops.grouped_scaled_linear(x, weight, offsets, out_dtype)
 
-    @by_rows("scaled_moe", prefix=_storage, given=_given)
+    @by_rows("scaled_moe", prefix=_storage, given=_given, optional="limit")
     def _scaled_moe(run: Run, rows: int, storage: Storage) -> Any:
         gate_up, down = scaled_experts(run, storage)
         ids, shares = run.draw.ids(5, rows, 2).int(), run.draw.wide(rows, 2).abs()
         x = run.put(run.draw.normal(rows, 64))
         return run.ops.scaled_moe(x, run.put(ids), run.put(shares), gate_up, down, 5, 10.0)
 
-    @by_rows("scaled_moe_block", prefix=_storage, given=_given)
+    @by_rows("scaled_moe_block", prefix=_storage, given=_given, optional="limit")
     def _scaled_moe_block(run: Run, rows: int, storage: Storage) -> Any:
         params = moe_params(run, storage)
         image = run.put(run.draw.ids(2, rows) == 1)
@@ -222,10 +222,19 @@ def moe_params(run: Run, storage: Storage, images: bool = True) -> ScaledMoEPara
 
 
 @case("scaled_moe", "no_limit", given={"ids": [[4, 1], [0, 2], [4, 3]], "limit": None})
-@case("scaled_moe", "close_limit", given={"ids": [[4, 1], [0, 2], [4, 3]], "limit": 0.5})
-@case("scaled_moe", "one_choice", given={"ids": [[4], [0], [4]]})
-@case("scaled_moe", "experts_elsewhere", given={"ids": [[4, -1], [-1, -1], [7, 0]]})
-@case("scaled_moe", "the_same_expert_twice", given={"ids": [[2, 2], [0, 1], [1, 0]]})
+@case(
+    "scaled_moe",
+    "close_limit",
+    given={"ids": [[4, 1], [0, 2], [4, 3]], "limit": 0.5},
+    optional="limit",
+)
+@case("scaled_moe", "one_choice", given={"ids": [[4], [0], [4]]}, optional="limit")
+@case(
+    "scaled_moe", "experts_elsewhere", given={"ids": [[4, -1], [-1, -1], [7, 0]]}, optional="limit"
+)
+@case(
+    "scaled_moe", "the_same_expert_twice", given={"ids": [[2, 2], [0, 1], [1, 0]]}, optional="limit"
+)
 def _scaled_moe_ids(run: Run, ids: list[list[int]], limit: float | None = 10.0) -> Any:
     gate_up, down = scaled_experts(run, "dense")
     chosen = run.put(torch.tensor(ids, dtype=torch.int32))
@@ -234,8 +243,8 @@ def _scaled_moe_ids(run: Run, ids: list[list[int]], limit: float | None = 10.0) 
     return run.ops.scaled_moe(x, chosen, shares, gate_up, down, 5, limit)
 
 
-@case("scaled_moe_block", "no_image", given={"images": True})
-@case("scaled_moe_block", "no_image_bias", given={"images": False})
+@case("scaled_moe_block", "no_image", given={"images": True}, optional="limit")
+@case("scaled_moe_block", "no_image_bias", given={"images": False}, optional="limit")
 def _scaled_moe_block_text(run: Run, images: bool) -> Any:
     params = moe_params(run, "dense", images)
     image = None if images else run.put(torch.ones(7, dtype=torch.bool))

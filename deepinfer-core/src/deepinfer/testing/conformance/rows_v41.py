@@ -54,12 +54,13 @@ def _grouped_scaled_linear(run: Run, rows: Rows, storage: Storage) -> Any:
 
 
 def _scaled_moe(run: Run, rows: Rows, storage: Storage) -> Any:
-    return run.ops.scaled_moe(*rows, *scaled_experts(run, storage), 5, 2.0)
+    return run.ops.scaled_moe(*rows, *scaled_experts(run, storage), 5, None)
 
 
 def _scaled_moe_block(run: Run, rows: Rows, storage: Storage) -> Any:
     x, image = rows
-    return run.ops.scaled_moe_block(x, image == 1, moe_params(run, storage))
+    params = moe_params(run, storage)._replace(limit=None)  # some backends have none
+    return run.ops.scaled_moe_block(x, image == 1, params)
 
 
 def _route(run: Run, rows: Rows) -> Any:
