@@ -27,7 +27,11 @@ DOCS = ("tests/house/test_docs.py", "tests/house/test_contract.py")
 QUICK = "not slow and not network and not gpu and not npu"
 
 nox.needs_version = ">=2024.4"
+GOLDEN = ROOT.parent / "shared" / "golden" / "deepseek-v41"
+
 nox.options.sessions = ["lint", "types", "tests", "plugins", "dist"]
+if GOLDEN.is_dir():
+    nox.options.sessions.append("golden")
 nox.options.error_on_external_run = True
 nox.options.reuse_venv = "no"
 
@@ -53,6 +57,20 @@ def tests(session: nox.Session) -> None:
     """Everything that is neither slow nor in need of a device or a network."""
     where = session.posargs or ["tests", "--ignore=tests/plugins", "-m", QUICK]
     session.run(shared(session), "-m", "pytest", "-q", *where, external=True)
+
+
+@nox.session(venv_backend="none", default=False)
+def golden(session: nox.Session) -> None:
+    """DeepSeek-V4.1 on the golden configurations that a clone does not hold.
+
+    ``nox -s golden -- PATH`` names their folder; without a path it is the one beside the workspace,
+    and CI runs the session where that is there.
+    """
+    where = session.posargs or ([str(GOLDEN)] if GOLDEN.is_dir() else [])
+    if not where:
+        session.skip("give the folder of the golden configurations: nox -s golden -- PATH")
+    folder = "tests/core/models/deepseek_v41"
+    session.run(shared(session), "-m", "pytest", "-q", folder, "--golden", where[0], external=True)
 
 
 @nox.session(venv_backend="none")

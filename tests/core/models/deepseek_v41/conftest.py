@@ -10,6 +10,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 DATA = Path(__file__).parents[3] / "data" / "deepseek-v41"
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny tensors on a shared machine: a second thread would only wait for the first."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def goldens(request):
     """``goldens(name)``: configuration ``a`` of this clone; others lie under ``--golden PATH``."""
