@@ -90,7 +90,7 @@ def select_sparse(
         if begin == end:
             continue
         visible = (batch.positions[begin:end] + 1) // ratio
-        keys = _Keys(ops, cache, batch, request)
+        keys = _Keys(ops, cache, batch, request, int(visible.max()))
         blocks = None if candidates is None else candidates.blocks
         for rows in _tiles(begin, end, int(visible.max())):
             seen = visible[rows.start - begin : rows.stop - begin]
@@ -117,23 +117,24 @@ class _Found(NamedTuple):
 class _Keys:
     """A request's index keys, dequantised once, as far as they were asked for."""
 
-    def __init__(self, ops: Any, cache: Tensor, batch: DeviceBatch, request: int) -> None:
+    def __init__(
+        self, ops: Any, cache: Tensor, batch: DeviceBatch, request: int, count: int
+    ) -> None:
         self._ops = ops
+        self._count = count
         self._cache = cache
         self._batch = batch
         self._request = torch.tensor([request], device=cache.device)
         self._known: list[Tensor] = []
 
     def tile(self, number: int) -> Tensor:
-        """[_KEYS, DI] of the cache's type, bfloat16 of records, exact.
-
-        Entries from number·_KEYS on, anything behind the text.
-        """
+        """[≤ _KEYS, DI] of the cache's type, bfloat16 of records, exact: from number·_KEYS on."""
         packed = self._cache.dtype == torch.uint8
         dtype = torch.bfloat16 if packed else self._cache.dtype
         while len(self._known) <= number:
             begin = len(self._known) * _KEYS
-            entries = torch.arange(begin, begin + _KEYS, device=self._cache.device)
+            end = min(begin + _KEYS, self._count)
+            entries = torch.arange(begin, end, device=self._cache.device)
             self._known.append(self.at(entries[None], dtype)[0])
         return self._known[number]
 

@@ -60,6 +60,9 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
     "grouped_scaled_linear": SUMMED,
     "scaled_moe": CODED,
     "scaled_moe_block": CODED,
+    "compress": SUMMED,
+    "latent_attention": CHAINED,
+    "latent_attention_block": CODED,
     "hyper_mix": {dtype: SUMMED["float32"] for dtype in SUMMED},  # float32, whatever it reads
     "hyper_collapse": SINGLE,
     "hyper_merge": SINGLE,

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from deepinfer.api.ops import OP_NAMES
-from deepinfer.testing.conformance import inputs_v41, inputs_vision  # noqa: F401  (declare cases)
+from deepinfer.testing.conformance import (  # noqa: F401  (declare cases)
+    inputs_latent,
+    inputs_v41,
+    inputs_vision,
+)
 from deepinfer.testing.conformance.compare import difference, tolerance
 from deepinfer.testing.conformance.inputs import CASES, Case
 from deepinfer.testing.conformance.kit import Kit, Run, reference_run, tensors
