@@ -19,6 +19,7 @@ class ModelFacts:
     """What the brain must know of the loaded model and its memory.
 
     ``state_blocks``: blocks of the model's state groups: one for each slot, then the snapshots.
+    ``image_token``: the id of every position of an image, never sampled; −1: it takes no images.
     """
 
     architecture: str
@@ -35,6 +36,7 @@ class ModelFacts:
     step_tokens: int = 2048
     load_seconds: float = 0.0
     state_blocks: int = 0
+    image_token: int = -1
 
 
 class Executor(Protocol):

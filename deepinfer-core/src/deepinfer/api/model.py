@@ -11,6 +11,7 @@ from deepinfer.api.kv import KVOptions, KVSpec
 if TYPE_CHECKING:
     import torch
 
+    from deepinfer.api.plan import Image
     from deepinfer.ops.table import OpSet
 
 
@@ -44,6 +45,9 @@ class DeviceBatch:
     ``late``: the same step with only the rows at or above their request's floor, for the late
     layers of a model that truncates compactly; row i of it is row ``late_rows[i]`` of this one.
     None where all rows are kept.
+
+    ``images``: (int64[k], [k, H]), token rows and what stands there in place of the id's embedding,
+    from ``SeeingModel.see``; None in steps without any, and in ``late``.
     """
 
     ids: torch.Tensor
@@ -56,6 +60,7 @@ class DeviceBatch:
     history: torch.Tensor | None = None
     late: DeviceBatch | None = None
     late_rows: torch.Tensor | None = None
+    images: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class KVPools(Protocol):
@@ -128,6 +133,34 @@ class Model(Protocol):
         ...
 
 
+class SeeingModel(Model, Protocol):
+    """A model that takes images; its adapter is a :class:`SeeingAdapter`."""
+
+    def see(self, pixels: torch.Tensor) -> torch.Tensor:
+        """One image's positions [tokens, H] in order, which stand in place of embeddings.
+
+        ``pixels`` uint8[height, width, 3], on the device. Depends on nothing else.
+        """
+        ...
+
+
+class ImageReader(Protocol):
+    """The host's half of a family's vision. Several threads may read at once.
+
+    ``token``: the id of every position of an image.
+    """
+
+    token: int
+
+    def read(self, data: bytes, where: str) -> Image:
+        """An encoded picture as the model takes it; ``start`` is left 0.
+
+        Raises:
+            InvalidRequestError: it is no picture or outside the limits; begins with ``where``.
+        """
+        ...
+
+
 class ModelAdapter(Protocol):
     """Everything core must know of a model family.
 
@@ -147,3 +180,11 @@ class ModelAdapter(Protocol):
     def build(self, config: Any, ops: OpSet, parallel: Any) -> Model: ...
 
     def weights(self, config: Any) -> Iterable[WeightRule]: ...
+
+
+class SeeingAdapter(ModelAdapter, Protocol):
+    """An adapter of a family some of whose models take images."""
+
+    def image_reader(self, raw: Mapping[str, Any]) -> ImageReader | None:
+        """What prepares pictures for the model of this config.json; None if it takes none."""
+        ...

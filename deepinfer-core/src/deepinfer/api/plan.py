@@ -58,13 +58,34 @@ class RowParams:
     prompt_logprobs: int = -1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Image:
+    """An image of a prompt, as the model takes it.
+
+    It fills positions ``start … stop−1`` of the text, each of which has the model's image token as
+    id. ``pixels`` uint8[height, width, 3]: RGB, sized and padded by the family's
+    :class:`~deepinfer.api.model.ImageReader`. ``digest``: 16 bytes over shape and pixels, equal for
+    equal images alone.
+    """
+
+    pixels: NDArray[np.uint8]
+    tokens: int
+    digest: bytes
+    start: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Admit:
     """A request enters a slot.
 
     ``tokens`` int32[n]: all its tokens so far (more than the prompt when it resumes). ``limit``:
     the absolute length at which it ends. ``seed``: 64 bits, the key of its noise. ``floor``: the
-    first position that a truncating model's late layers run.
+    first position that a truncating model's late layers run. ``images``: those with positions that
+    will run, ascending.
     """
 
     slot: int
@@ -73,6 +94,7 @@ class Admit:
     seed: int
     params: RowParams
     floor: int = 0
+    images: tuple[Image, ...] = ()
 
 
 class Row(NamedTuple):
@@ -192,7 +214,8 @@ class Request:
     ``sampling`` is the validated :class:`deepinfer.sampling_params.SamplingParams`; ``seed`` the 64
     bits of this request's noise (of this sample: parallel samples get ``mix(seed, i)``);
     ``limit`` the absolute length at which it must end; ``cache_salt`` keeps prefixes of tenants
-    apart; ``structured`` and ``ticket`` belong to optional rooms.
+    apart; ``structured`` and ``ticket`` belong to optional rooms; ``images`` ascending, and no
+    position outside them has the image token.
     """
 
     id: str
@@ -207,6 +230,7 @@ class Request:
     cache_salt: str = ""
     structured: Any = None
     ticket: Any = None
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(slots=True)

@@ -7,15 +7,12 @@ field is either one that it honours or refused by name.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
-from urllib.parse import unquote, unquote_to_bytes
 
+from deepinfer.chat.images import image_of
 from deepinfer.chat.interface import ChatImage, ChatOptions, Message
 from deepinfer.chat.messages import refuse
 from deepinfer.errors import InvalidRequestError
@@ -223,35 +220,11 @@ def _as_json(where: str, value: Mapping[str, Any]) -> str:
 
 
 def _image(where: str, part: Mapping[str, Any]) -> ChatImage:
-    """``image_url`` holds an address, as OpenAI has it; ``image`` a path, bytes or an address."""
+    """``image_url`` holds an address, as OpenAI has it; ``image`` what ``image_of`` takes."""
     given = part.get(part["type"])
     if isinstance(given, Mapping):
         _only(where, given, ("url", "detail"))
         if given.get("detail") not in _DETAILS:
             refuse(where, f"has detail={given['detail']!r}; images are taken as they are")
         given = given.get("url")
-    if isinstance(given, bytes | bytearray | memoryview):
-        return ChatImage(where, data=bytes(given))
-    if isinstance(given, os.PathLike):
-        return ChatImage(where, path=Path(given))
-    if not isinstance(given, str):
-        refuse(where, f"holds {type(given).__name__}; an image is a path, bytes or a data URL")
-    if given.startswith("data:"):
-        return ChatImage(where, data=_data_url(where, given))
-    if given.startswith(("http://", "https://")):
-        refuse(where, "is a web address, and the engine fetches nothing", "Pass the bytes.")
-    if given.startswith("file://"):
-        given = unquote(given.removeprefix("file://"))
-    return ChatImage(where, path=Path(given))
-
-
-def _data_url(where: str, url: str) -> bytes:
-    head, comma, body = url.partition(",")
-    if not comma:
-        refuse(where, "is a data URL without data")
-    if not head.endswith(";base64"):
-        return unquote_to_bytes(body)
-    try:
-        return base64.b64decode(body, validate=True)
-    except binascii.Error as why:
-        refuse(where, f"is a data URL that is not base64: {why}")
+    return image_of(where, given)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer.api.kv import PageKey
 from deepinfer.engine.branches import Branches
-from deepinfer.engine.pages import Node, PagePool, pack
+from deepinfer.engine.pages import Node, PagePool, pack, pack_images
 from deepinfer.engine.request import RequestState, Status
 from deepinfer.engine.snapshots import Snapshots
 from deepinfer.engine.tiers import Found, Tiers
@@ -206,7 +206,10 @@ class KVCache:
         r.chain.nodes.append(node)
 
     def _page_tokens(self, r: RequestState, i: int) -> bytes:
-        return pack(r.tokens[i * self.page_size : (i + 1) * self.page_size])
+        start, stop = i * self.page_size, (i + 1) * self.page_size
+        ids = pack(r.tokens[start:stop])
+        images = r.request.images
+        return ids + pack_images(images, start, stop) if images else ids
 
     def _digest(self, r: RequestState, i: int, tokens: bytes) -> bytes:
         """Of full page ``i``; pages are asked for in order and each is hashed once."""

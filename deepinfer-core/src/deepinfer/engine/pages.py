@@ -13,11 +13,25 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepinfer.api.plan import Image
 
 
 def pack(tokens: Sequence[int]) -> bytes:
     """Token ids as the bytes that are hashed and compared."""
     return array("i", tokens).tobytes()
+
+
+def pack_images(images: Sequence[Image], start: int, stop: int) -> bytes:
+    """What positions ``start … stop−1`` hold of images, to be hashed and compared with their ids.
+
+    Each image's digest and how far in it the first of them lies; nothing for a page of text. The
+    page's ids, always as many bytes, come first, so that no text passes for an image.
+    """
+    seen = [image for image in images if image.start < stop and start < image.stop]
+    return b"".join(i.digest + array("q", (start - i.start,)).tobytes() for i in seen)
 
 
 def chained(parent: bytes, tokens: bytes) -> bytes:

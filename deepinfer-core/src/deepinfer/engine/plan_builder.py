@@ -58,10 +58,17 @@ class PlanBuilder:
         return self.left > 0 and self.prefill_left > 0
 
     def enter(self, r: RequestState) -> None:
-        """A request takes its slot: its tokens, parameters and pages go to the device."""
+        """A request takes its slot: tokens, parameters, images and pages go to the device."""
         request = r.request
-        tokens = np.array(r.tokens, np.int32)
-        admit = Admit(r.slot, tokens, request.limit, request.seed, request.row_params, r.floor)
+        admit = Admit(
+            slot=r.slot,
+            tokens=np.array(r.tokens, np.int32),
+            limit=request.limit,
+            seed=request.seed,
+            params=request.row_params,
+            floor=r.floor,
+            images=tuple(image for image in request.images if image.stop > r.prefilled),
+        )
         self.admits.append(admit)
         self.write_pages(r, 0)
 

@@ -8,7 +8,7 @@ host, so the host knows a text's length only as bounds ``lo <= length <= hi``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deepinfer.api.executor import ModelFacts
     from deepinfer.api.grammar import Grammar
     from deepinfer.api.kv import Truncation
-    from deepinfer.api.plan import Request
+    from deepinfer.api.plan import Image, Request
     from deepinfer.engine.output import OutputState
     from deepinfer.engine.pages import Node
 
@@ -209,9 +209,9 @@ def check_request(request: Request, facts: ModelFacts) -> None:
             setting="max_model_len",
             next_step="The prompt must leave room for one token at least.",
         )
-    in_vocabulary(
-        "prompt_token_ids", request.token_ids, facts.vocab_size, f"Request {request.id}: "
-    )
+    whose = f"Request {request.id}: "
+    in_vocabulary("prompt_token_ids", request.token_ids, facts.vocab_size, whose)
+    check_images(request.token_ids, request.images, facts, whose)
     need = -(-request.limit // facts.page_size)
     if need > facts.num_pages:
         per_page = facts.page_size * facts.kv.bytes_per_token
@@ -234,4 +234,36 @@ def in_vocabulary(field: str, ids: Collection[int], vocab_size: int, whose: str 
         raise InvalidRequestError(
             f"{whose}{field}: id {wrong} is outside the vocabulary (0 … {vocab_size - 1}).",
             setting=field,
+        )
+
+
+def check_images(
+    ids: Sequence[int], images: Sequence[Image], facts: ModelFacts, whose: str = ""
+) -> None:
+    """Refuse images that the model does not take, and image tokens that no image stands for."""
+    token, done = facts.image_token, 0
+    if images and token < 0:
+        raise InvalidRequestError(
+            f"{whose}{facts.architecture} takes no images.", setting="multi_modal_data"
+        )
+    for image in images:
+        inside = ids[image.start : image.stop]
+        if image.start < done or list(inside) != [token] * image.tokens:
+            raise InvalidRequestError(
+                f"{whose}an image of {image.tokens} positions is said to begin at {image.start}, "
+                f"where the prompt has no such span of id {token}.",
+                setting="multi_modal_data",
+            )
+        _no_image(ids[done : image.start], done, token, whose)
+        done = image.stop
+    _no_image(ids[done:], done, token, whose)
+
+
+def _no_image(ids: Sequence[int], start: int, token: int, whose: str) -> None:
+    if token >= 0 and token in ids:
+        raise InvalidRequestError(
+            f"{whose}prompt_token_ids: position {start + ids.index(token)} has id {token}, which "
+            "stands for an image, and no image is given for it.",
+            setting="prompt_token_ids",
+            next_step="Give images as parts of LLM.chat's messages, or as multi_modal_data.",
         )

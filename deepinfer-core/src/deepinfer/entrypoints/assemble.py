@@ -18,6 +18,7 @@ from deepinfer import settings
 from deepinfer.chat import ChatFormat, ChatOptions, chat_format, prompt_ids
 from deepinfer.chat.interface import NO_WISHES
 from deepinfer.config import EngineConfig
+from deepinfer.entrypoints.images import PromptImages
 from deepinfer.entrypoints.inputs import ChatPrompt, Message, Preparer
 from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.plugins import PluginManager, Resolution, Wanted
@@ -106,17 +107,14 @@ class Assembly:
             chat = chat_format(self.tokenizer, template, self.facts.architecture)
             self._chat_formats[template] = chat
         rendered = chat.render(messages, options)
-        if rendered.images:
-            raise InvalidRequestError(
-                f"{rendered.images[0].where} is an image; this engine does not take images yet.",
-                setting="messages",
-            )
-        ids = prompt_ids(rendered, self.tokenizer)
+        images = self.preparer.images.read(rendered.images)
+        ids = prompt_ids(rendered, self.tokenizer, [image.tokens for image in images])
         return {
             "prompt": rendered.text,
             "prompt_token_ids": ids,
             "parser": rendered.parser,
             "reasons_first": rendered.reasons_first,
+            "images": self.preparer.images.place(ids, images),
         }
 
 
@@ -174,7 +172,7 @@ def assemble(config: EngineConfig) -> Assembly:
             facts=facts,
             tokenizer=tokenizer,
             engine=engine,
-            preparer=Preparer(facts, tokenizer, ends, config.seed),
+            preparer=Preparer(facts, tokenizer, ends, config.seed, images=_images(resolution, raw)),
             default_params=_defaults(config, generation),
             resolution=resolution,
             times=times,
@@ -190,6 +188,12 @@ def _headers(source: ModelSource) -> tuple[dict[str, Any], dict[str, Any]]:
 
     checkpoint = open_checkpoint(source)
     return checkpoint.config, checkpoint.generation_config
+
+
+def _images(resolution: Resolution, raw: Mapping[str, Any]) -> PromptImages:
+    from deepinfer.models.registry import adapter_of, architectures_of, image_reader
+
+    return PromptImages(image_reader(adapter_of(resolution), raw), architectures_of(raw)[0])
 
 
 def _end_ids(

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
-from deepinfer.api.plan import Request
+from deepinfer.api.plan import Image, Request
 from deepinfer.engine.logits import to_row_params
-from deepinfer.engine.request import in_vocabulary, mix
+from deepinfer.engine.request import check_images, in_vocabulary, mix
+from deepinfer.entrypoints.images import PromptImages
 from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.sampling_params import SamplingParams
 
@@ -27,26 +28,33 @@ if TYPE_CHECKING:
 
 
 class TextPrompt(TypedDict):
-    """``{"prompt": "…"}``, with its ids beside it if they are known already."""
+    """``{"prompt": "…"}``, with its ids beside it if they are known already.
+
+    ``multi_modal_data``: ``{"image": …}``, one image or a list: paths, bytes, data URLs or images
+    of Pillow; the prompt spells the model's image token once for each.
+    """
 
     prompt: str
     prompt_token_ids: NotRequired[Sequence[int]]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class ChatPrompt(TextPrompt):
     """A rendered conversation; ``parser`` makes what takes an answer apart, where one can.
 
-    ``reasons_first``: the answer begins with reasoning.
+    ``reasons_first``: the answer begins with reasoning. ``images``: at their places in the ids.
     """
 
     parser: NotRequired[Callable[[], OutputParser] | None]
     reasons_first: NotRequired[bool]
+    images: NotRequired[tuple[Image, ...]]
 
 
 class TokensPrompt(TypedDict):
-    """``{"prompt_token_ids": […]}``."""
+    """``{"prompt_token_ids": […]}``; ``multi_modal_data`` as beside a text."""
 
     prompt_token_ids: Sequence[int]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 _DRAWN = 0xD1B54A32D192ED03
@@ -127,6 +135,7 @@ class Preparer:
         eos_ids: what ends a text unless ``ignore_eos``.
         seed: where seeds of requests without one come from; None is the system's entropy.
         clock: stamps arrivals; the engine's clock.
+        images: prepares them; None for a model that takes none.
     """
 
     def __init__(
@@ -136,7 +145,10 @@ class Preparer:
         eos_ids: frozenset[int],
         seed: int | None,
         clock: Callable[[], float] = time.monotonic,
+        images: PromptImages | None = None,
     ) -> None:
+        self.images = images or PromptImages(None, facts.architecture)
+        self._facts = facts
         self._vocab = facts.vocab_size
         self._max_len = facts.max_model_len
         self._tokenizer = tokenizer
@@ -161,10 +173,13 @@ class Preparer:
         rank = _rank(priority)
         parser, params = _for_answers(prompt, params)
         text, ids = self._ids(prompt)
-        self._check_length(ids)
+        ids, images = self.images.of_prompt(prompt, ids)
+        self._check_length(ids, images)
         in_vocabulary("prompt_token_ids", ids, self._vocab)
+        check_images(ids, images, self._facts)
         arrival, seed = self._clock(), self._seed_of(params)
         limit = self._limit(len(ids), params)
+        _not_drawn(params, self._facts.image_token)
         row = to_row_params(params, len(ids), self._eos_ids, self._vocab, self._encode)
         requests = tuple(
             Request(
@@ -178,6 +193,7 @@ class Preparer:
                 priority=rank,
                 arrival=arrival,
                 structured=params.so_args,
+                images=images,
             )
             for i in range(params.n)
         )
@@ -222,13 +238,15 @@ class Preparer:
         ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _check_length(self, ids: Sequence[int]) -> None:
+    def _check_length(self, ids: Sequence[int], images: Sequence[Image]) -> None:
         if not ids:
             raise _empty()
         if len(ids) >= self._max_len:
+            seen = sum(image.tokens for image in images)
+            of_images = f", {seen} of them of {len(images)} images," if images else ""
             raise InvalidRequestError(
-                f"The prompt has {len(ids)} tokens and max_model_len is {self._max_len}: there "
-                "must be room for at least one more.",
+                f"The prompt has {len(ids)} tokens{of_images} and max_model_len is "
+                f"{self._max_len}: there must be room for at least one more.",
                 setting="max_model_len",
                 next_step="Shorten the prompt, or raise max_model_len if the model allows it.",
             )
@@ -270,6 +288,17 @@ def _for_answers(
             next_step="Leave it out; output.message holds the parts without marks.",
         )
     return parser, params.model_copy(update={"skip_special_tokens": False})
+
+
+def _not_drawn(params: SamplingParams, image_token: int) -> None:
+    """Refuse wishes for the id of images, which is never drawn."""
+    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+        if image_token >= 0 and image_token in (getattr(params, name) or ()):
+            raise InvalidRequestError(
+                f"{name} names id {image_token}, which stands for an image in a prompt and is "
+                "never sampled.",
+                setting=name,
+            )
 
 
 def _rank(priority: Any) -> int:

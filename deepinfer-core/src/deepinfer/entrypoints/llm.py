@@ -48,7 +48,8 @@ class LLM(FrontDoor):
 
         Args:
             prompts: a text, a list of ids, ``{"prompt": …}``, ``{"prompt_token_ids": …}``, or a
-                list of these, mixed as you like.
+                list of these, mixed as you like. Both dictionaries may have
+                ``"multi_modal_data": {"image": …}`` beside it.
             sampling_params: one for all or one per prompt; None takes the model's defaults
                 (:meth:`get_default_sampling_params`).
             use_tqdm: show a progress bar on standard error.
@@ -117,7 +118,10 @@ class LLM(FrontDoor):
         refused by name.
 
         Args:
-            messages: ``[{"role": "user", "content": "…"}]``, or a list of such lists.
+            messages: ``[{"role": "user", "content": "…"}]``, or a list of such lists. Where the
+                model sees, content may be a list of parts, ``{"type": "text", "text": "…"}`` and
+                ``{"type": "image", "image": …}``: a path, the encoded picture as bytes, its data
+                URL, or an image of Pillow. ``image_url`` parts are taken too.
             add_generation_prompt: end with the mark that opens the assistant's answer.
             chat_template: a Jinja template in place of the model's own format.
             tools: JSON descriptions of the functions that the model may call.

@@ -12,7 +12,7 @@ from deepinfer.models.llama import LlamaAdapter, LlamaConfig
 class Qwen2Adapter(LlamaAdapter):
     """``Qwen2ForCausalLM``."""
 
-    architectures = ("Qwen2ForCausalLM",)
+    architectures: tuple[str, ...] = ("Qwen2ForCausalLM",)
     name = "qwen2"
 
     def config(self, raw: Mapping[str, Any]) -> LlamaConfig:

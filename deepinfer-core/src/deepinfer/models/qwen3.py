@@ -13,7 +13,7 @@ from deepinfer.models.qwen2 import Qwen2Adapter
 class Qwen3Adapter(Qwen2Adapter):
     """``Qwen3ForCausalLM``."""
 
-    architectures = ("Qwen3ForCausalLM",)
+    architectures: tuple[str, ...] = ("Qwen3ForCausalLM",)
     name = "qwen3"
 
     def config(self, raw: Mapping[str, Any]) -> LlamaConfig:

@@ -33,7 +33,7 @@ class Qwen3MoeConfig(LlamaConfig):
 class Qwen3MoeAdapter(Qwen3Adapter):
     """``Qwen3MoeForCausalLM``."""
 
-    architectures = ("Qwen3MoeForCausalLM",)
+    architectures: tuple[str, ...] = ("Qwen3MoeForCausalLM",)
     name = "qwen3_moe"
 
     def config(self, raw: Mapping[str, Any]) -> Qwen3MoeConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.api.model import ModelAdapter
+from deepinfer.api.model import ImageReader, ModelAdapter
 from deepinfer.errors import ModelLoadError, UnsupportedError
 from deepinfer.models.deepseek_v41.adapter import DeepseekV41Adapter
 from deepinfer.models.llama import LlamaAdapter
@@ -61,6 +61,13 @@ def model_config(adapter: ModelAdapter, checkpoint: Checkpoint) -> Any:
     if folder is not None:
         known["tokenizer_file"] = str(folder / "tokenizer.json")
     return adapter.config({**checkpoint.config, **known})
+
+
+def image_reader(adapter: ModelAdapter, raw: Mapping[str, Any]) -> ImageReader | None:
+    """What prepares pictures for the model of a config.json; None where it takes none."""
+    make = getattr(adapter, "image_reader", None)  # most families do not see
+    reader: ImageReader | None = None if make is None else make(raw)
+    return reader
 
 
 def adapter_of(resolution: Resolution) -> ModelAdapter:

@@ -114,10 +114,12 @@ class LogitsPipeline:
 
     Args:
         ops: serves ``logit_bias``, ``apply_bitmask`` and ``penalties``.
+        never: an id that nobody may draw, whatever he asks for (an image's), or −1.
     """
 
-    def __init__(self, ops: OpSet) -> None:
+    def __init__(self, ops: OpSet, never: int = -1) -> None:
         self._ops = ops
+        self._never = never
 
     def apply(
         self, logits: Tensor, lines: Lines, bitmask: Tensor | None, index: Tensor | None
@@ -131,6 +133,8 @@ class LogitsPipeline:
         """
         peak = logits.amax(1)  # carries a NaN through, so one pass answers both questions
         broken = peak.isnan()
+        if self._never >= 0:
+            logits[:, self._never] = -torch.inf
         self._own_stages(logits, lines)
         if bitmask is not None and index is not None:
             self._ops.apply_bitmask(logits, bitmask, index)

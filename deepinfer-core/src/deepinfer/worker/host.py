@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
 from deepinfer.errors import ConfigError, shown
 from deepinfer.models.checkpoint import open_checkpoint
-from deepinfer.models.registry import architectures_of, model_config
+from deepinfer.models.registry import architectures_of, image_reader, model_config
 from deepinfer.models.source import resolve
 from deepinfer.models.weights import LoadPlan, load_weights
 from deepinfer.ops.backend import build_ops
@@ -34,7 +34,7 @@ from deepinfer.worker.slots import SlotShape, SlotTable
 if TYPE_CHECKING:
     from deepinfer.api.backend import Backend, Device
     from deepinfer.api.kv import KVSpec
-    from deepinfer.api.model import Model, ModelAdapter
+    from deepinfer.api.model import Model, ModelAdapter, SeeingModel
     from deepinfer.config import EngineConfig
     from deepinfer.models.checkpoint import Checkpoint
     from deepinfer.ops.table import OpSet
@@ -48,7 +48,7 @@ CPU_KV_BYTES = 1 << 30
 
 @dataclass(slots=True)
 class _Loaded:
-    """A model and what it was loaded with."""
+    """A model and what it was loaded with; ``image_token`` −1 if it takes no images."""
 
     model: Model
     ops: OpSet
@@ -56,6 +56,7 @@ class _Loaded:
     spec: KVSpec
     dtype: torch.dtype
     weight_bytes: int
+    image_token: int
 
 
 @dataclass(slots=True)
@@ -132,6 +133,8 @@ class Host:
             slots=slots,
             drafter=drafter,
             verifier=EqualityVerifier(loaded.ops, sampler),
+            seeing=cast("SeeingModel", loaded.model) if loaded.image_token >= 0 else None,
+            image_token=loaded.image_token,
         )
         facts = ModelFacts(
             architecture=architectures_of(checkpoint.config)[0],
@@ -148,6 +151,7 @@ class Host:
             draft_len=drafter.draft_len,
             step_tokens=backend.facts().step_tokens,
             load_seconds=times["weights"],
+            image_token=loaded.image_token,
         )
         return cls(facts, ModelRunner(rig), device, kv, times)
 
@@ -221,7 +225,8 @@ def _load(
         dequantize = backend.facts().dequantize
     plan = LoadPlan(known=adapter.unread, parallel=parallel, dequantize=dequantize)
     nbytes = load_weights(model, adapter.weights(mine), checkpoint, ops, dtype, plan=plan)
-    return _Loaded(model, ops, mine, spec, dtype, nbytes)
+    reader = image_reader(adapter, checkpoint.config)
+    return _Loaded(model, ops, mine, spec, dtype, nbytes, -1 if reader is None else reader.token)
 
 
 def choose_dtype(asked: str, raw: dict[str, Any], device: torch.device) -> torch.dtype:

@@ -12,7 +12,7 @@ Beside it: ``batch`` (plan to tensors), ``slots`` (where requests stand), ``samp
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -24,12 +24,13 @@ from deepinfer.sampling.pipeline import LogitsPipeline
 from deepinfer.sampling.transfer import to_device
 from deepinfer.worker.batch import BatchBuilder, StepBatch
 from deepinfer.worker.drafting import HiddenTaps
+from deepinfer.worker.images import SlotImages
 from deepinfer.worker.output import PromptScores, Scores, StepFuture, StepResult
 
 if TYPE_CHECKING:
     from deepinfer.api.backend import Device, OutputFuture
     from deepinfer.api.kv import KVSpec
-    from deepinfer.api.model import Model
+    from deepinfer.api.model import Model, SeeingModel
     from deepinfer.api.plan import BatchPlan, RowInputs
     from deepinfer.api.speculative import Drafter, Drafts, Verifier
     from deepinfer.ops.table import OpSet
@@ -54,7 +55,11 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rig:
-    """What a runner is made of."""
+    """What a runner is made of.
+
+    ``seeing``: the model again if it takes images; ``image_token``: the id that is never drawn
+    then, else −1.
+    """
 
     model: Model
     ops: OpSet
@@ -64,6 +69,8 @@ class Rig:
     slots: SlotTable
     drafter: Drafter
     verifier: Verifier
+    seeing: SeeingModel | None = None
+    image_token: int = -1
 
 
 @dataclass(slots=True)
@@ -90,7 +97,9 @@ class ModelRunner:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._batches = BatchBuilder(rig.slots, rig.ops, rig.drafter, rig.spec)
-        self._pipeline = LogitsPipeline(rig.ops)
+        self._pipeline = LogitsPipeline(rig.ops, rig.image_token)
+        see = None if rig.seeing is None else rig.seeing.see
+        self._images = None if see is None else SlotImages(see, rig.slots.device)
         self._open: dict[int, _OpenStep] = {}
         self._recorder: Recorder | None = None
         self.seconds = {"forward": 0.0, "sample": 0.0, "steps": 0.0}
@@ -114,7 +123,7 @@ class ModelRunner:
         rig.kv.copy_blocks(plan.saves)
         rig.kv.copy_blocks(plan.restores)
         rig.slots.apply(plan)
-        step = self._batches.build(plan)
+        step = self._with_images(plan, self._batches.build(plan))
         if self._recorder is not None:
             self._recorder.begin_step(plan, step)
         taps = None
@@ -157,6 +166,14 @@ class ModelRunner:
             seconds=work.seconds + took,
         )
         return StepFuture(rig.device, result)
+
+    def _with_images(self, plan: BatchPlan, step: StepBatch) -> StepBatch:
+        if self._images is None:
+            assert not any(admit.images for admit in plan.admits), "the brain refuses images"
+            return step
+        self._images.admit(plan.admits)
+        images = self._images.of_step(plan.rows.array, step.layout.cu_q)
+        return step if images is None else replace(step, batch=replace(step.batch, images=images))
 
     def _compute(
         self, step: StepBatch, taps: HiddenTaps | None
@@ -221,8 +238,9 @@ class ModelRunner:
         rows = work.step.rows
         if not len(rows.scored):
             return None
-        if inputs is None and not rows.stages.any and len(rows.scored) == len(work.logits):
-            return work.logits  # nothing will change them
+        changed = inputs is not None or rows.stages.any or self._rig.image_token >= 0
+        if not changed and len(rows.scored) == len(work.logits):
+            return work.logits
         lines = work.step.layout.grid[rows.scored_row]
         return work.logits[lines.flatten().clamp(min=0)]
 

@@ -19,7 +19,7 @@ def test_the_checkpoint_gets_the_format_of_its_family():
     params = SamplingParams(temperature=0, max_tokens=3)
     with LLM(str(MODEL), max_model_len=400, max_num_seqs=2, kv_cache_memory="64MB") as llm:
         outputs = [llm.chat(TALK, params, enable_thinking=on)[0] for on in (True, False)]
-        with pytest.raises(InvalidRequestError, match="is an image"):
+        with pytest.raises(InvalidRequestError, match="is no image that can be read"):
             llm.chat([{"role": "user", "content": [PIXEL]}], params)
         closed = llm.get_tokenizer().token_to_id("</think>")
     thinking, plain = outputs

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepinfer.errors import ConfigError, InvalidRequestError, UnsupportedError
+from deepinfer.errors import ConfigError, InvalidRequestError, ModelLoadError, UnsupportedError
 from deepinfer.models.deepseek_v41 import images
 from deepinfer.models.deepseek_v41.images import (
+    PictureReader,
     VisionConfig,
     open_image,
     patches_of,
     plan_image,
+    plan_sized,
 )
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -101,9 +103,11 @@ def encoded(rgb, kind="png"):
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_patches_bit_by_bit(golden, config, name):
     pytest.importorskip("PIL")
-    rgb = golden.get_tensor(f"image/{name}/rgb")
-    image = open_image(encoded(rgb), "here")
-    found = patches_of(image, plan_image(image.width, image.height, config), config.patch)
+    image = PictureReader(config, 10).read(encoded(golden.get_tensor(f"image/{name}/rgb")), "here")
+    pixels = torch.from_numpy(image.pixels)
+    plan = plan_sized(pixels.shape[1], pixels.shape[0], config)
+    assert plan.tokens == image.tokens
+    found = patches_of(pixels, plan, config.patch, torch.bfloat16)
     want = golden.get_tensor(f"image/{name}/patches")
     assert found.shape == want.shape
     assert torch.equal(found.view(torch.int16), want.view(torch.int16))
@@ -130,3 +134,23 @@ def test_configurations_that_do_not_see():
     assert VisionConfig.read({"vision_config": {"num_hidden_layers": 0}}) is None
     with pytest.raises(UnsupportedError, match="max_wh_ratio=7"):
         VisionConfig.read({"vision_config": {"max_wh_ratio": 7, "num_hidden_layers": 1}})
+
+
+def test_digests_are_of_pixels_and_shape(config):
+    pytest.importorskip("PIL")
+    reader = PictureReader(config, 10)
+    wide = torch.full((90, 120, 3), 7, dtype=torch.uint8)
+    dot = wide.clone()
+    dot[50, 60, 2] = 8
+    files = [encoded(wide), encoded(wide, "bmp"), encoded(dot), encoded(wide.transpose(0, 1))]
+    one, again, other, tall = (reader.read(data, "here") for data in files)
+    assert one.digest == again.digest and len(one.digest) == 16
+    assert len({one.digest, other.digest, tall.digest}) == 3
+
+
+def test_a_limit_that_no_image_meets(golden):
+    raw = {**json.loads(golden.metadata()["vision_config"]), "max_image_tokens": 3}
+    with pytest.raises(ModelLoadError, match="max_image_tokens=3; the smallest image takes 4"):
+        VisionConfig.read({"vision_config": raw})
+    found = VisionConfig.read({"vision_config": {**raw, "max_image_tokens": 4}})
+    assert {plan_image(*size, found).tokens for size in ((9, 9), (300, 9), (9, 300))} == {4}

@@ -114,12 +114,13 @@ def test_an_image_has_the_same_bits_with_any_number_of_threads(golden, config, v
 
 def test_a_picture_from_bytes_to_embeddings(golden, config, vision):
     image = pytest.importorskip("PIL.Image")
-    from deepinfer.models.deepseek_v41.images import open_image, patches_of
+    from deepinfer.models.deepseek_v41.images import open_image, patches_of, sized
 
     file = io.BytesIO()
     image.fromarray(golden.get_tensor("image/w100_h80/rgb").numpy()).save(file, "png")
     picture = open_image(file.getvalue(), "here")
     plan = plan_image(picture.width, picture.height, config)
-    found = vision("f32").span(patches_of(picture, plan, config.patch).float(), plan)
+    pixels = torch.from_numpy(sized(picture, plan))
+    found = vision("f32").span(patches_of(pixels, plan, config.patch, torch.float32), plan)
     rows = golden.get_tensor("img_a/token_types") >= 0
     assert error(found, golden.get_tensor("img_a/f32/embed")[rows]) < 2e-6

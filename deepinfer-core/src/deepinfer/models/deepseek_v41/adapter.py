@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from deepinfer.api.kv import KVOptions, KVSpec
@@ -10,13 +11,15 @@ from deepinfer.api.model import WeightRule
 from deepinfer.api.parallel import ParallelContext
 from deepinfer.models.deepseek_v41.cache import kv_spec
 from deepinfer.models.deepseek_v41.config import DeepseekV41Config
+from deepinfer.models.deepseek_v41.images import PictureReader, VisionConfig
 from deepinfer.models.deepseek_v41.model import DeepseekV41Model
 from deepinfer.models.deepseek_v41.rules import UNREAD, text_rules
+from deepinfer.models.deepseek_v41.vision import vision_rules
 from deepinfer.ops.table import OpSet
 
 
 class DeepseekV41Adapter:
-    """``DeepseekV41ForCausalLM``: its text model.
+    """``DeepseekV41ForCausalLM``: its text model, and the tower of checkpoints that see.
 
     Attributes:
         unread: beginnings of checkpoint names that may stay unread; any other is an error.
@@ -37,4 +40,11 @@ class DeepseekV41Adapter:
         return DeepseekV41Model(config, ops)
 
     def weights(self, config: DeepseekV41Config) -> Iterator[WeightRule]:
-        return text_rules(config)
+        yield from text_rules(config)
+        if config.vision is not None:
+            for rule in vision_rules(config.vision, config.hidden_size):
+                yield replace(rule, parameter=f"vision.{rule.parameter}")
+
+    def image_reader(self, raw: Mapping[str, Any]) -> PictureReader | None:
+        vision = VisionConfig.read(raw)
+        return None if vision is None else PictureReader(vision, int(raw["image_token_id"]))

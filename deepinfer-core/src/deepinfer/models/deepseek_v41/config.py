@@ -13,6 +13,7 @@ from typing import Any, Final
 from deepinfer.errors import ModelLoadError, UnsupportedError
 from deepinfer.models.deepseek_v41.engram_hash import EngramShape
 from deepinfer.models.deepseek_v41.fields import Fields
+from deepinfer.models.deepseek_v41.images import VisionConfig
 from deepinfer.models.deepseek_v41.rotary import Yarn
 from deepinfer.ops.reference.sparse import Blocks
 
@@ -60,7 +61,7 @@ class DeepseekV41Config:
     ``ratios``: each layer's, 0 for a window alone. ``kv_sources``: layers that own a compressor,
     its entries and index keys; ``index_sources``: layers that choose entries. ``candidates``: which
     index source keeps blocks for the later ones, and how many. ``image_token``: the id of all rows
-    of an image, −1 in a model without ``vision_layers``. ``max_model_len``: positions that
+    of an image, −1 in a model without ``vision``. ``max_model_len``: positions that
     the engine will use. ``tokenizer``: the file that Engram's ids follow from.
     """
 
@@ -96,7 +97,7 @@ class DeepseekV41Config:
     engram: EngramShape | None
     engram_width: int
     image_token: int
-    vision_layers: int
+    vision: VisionConfig | None
     max_position_embeddings: int
     max_model_len: int
     tokenizer: Path | None = None
@@ -114,7 +115,7 @@ class DeepseekV41Config:
         storage = Fields(top.section("quantization_config"), "quantization_config")
         text.only(_ONLY)
         storage.only(_STORAGE)
-        vision = _vision_layers(top.maybe("vision_config"))
+        vision = VisionConfig.read({"vision_config": top.maybe("vision_config")})
         layers = text.size("num_hidden_layers")
         config = cls(
             vocab_size=text.size("vocab_size"),
@@ -149,7 +150,7 @@ class DeepseekV41Config:
             engram=_engram(text),
             engram_width=text.size("engram_head_dim"),
             image_token=int(top.value("image_token_id")) if vision else -1,
-            vision_layers=vision,
+            vision=vision,
             max_position_embeddings=text.size("max_position_embeddings"),
             max_model_len=text.size("max_position_embeddings"),
             tokenizer=None if (file := top.maybe("tokenizer_file")) is None else Path(str(file)),
@@ -262,14 +263,6 @@ def _candidates(text: Fields) -> tuple[int, Blocks] | None:
     source = int(text.value("candidate_source_layer_id"))
     blocks = Blocks(text.size("candidate_topk_blocks"), text.size("candidate_block_size"))
     return None if source < 0 else (source, blocks)
-
-
-def _vision_layers(vision: Any) -> int:
-    """Of the tower; 0 where there is none."""
-    count = vision.get("num_hidden_layers", 0) if isinstance(vision, Mapping) else vision or 0
-    if not isinstance(count, int) or count < 0:
-        raise _wrong("vision_config", f"states no layers: {vision!r}")
-    return count
 
 
 def _yarn(scaling: Fields) -> Yarn:

@@ -1,7 +1,8 @@
 """Pictures to patches: how large an image becomes, how many positions it takes, and its pixels.
 
 Where you are: the front half of vision, on the host. Specification 7.1 (preprocessing) and 7.2
-(the span). ``vision`` is the other half. Pillow is imported on first use.
+(the span). ``vision`` is the other half. Pillow is imported on first use. What crosses to the
+device are the pixels of the sized picture, a byte each; plan and patches follow from them.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from io import BytesIO
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer.errors import ConfigError, InvalidRequestError
+from deepinfer.api.plan import Image
+from deepinfer.errors import ConfigError, InvalidRequestError, ModelLoadError
 from deepinfer.models.deepseek_v41.fields import Fields
 
 START, IMAGE, NEWLINE, END = 0, 1, 2, 3
 TEXT: Final = -1
 """What a position is: of text, or which part of an image's span."""
+
+LEAST: Final = 4
+"""Positions of the smallest image: start, one token and its newline, end."""
 
 MAX_PIXELS: Final = 1 << 27
 _GREY: Final = (127, 127, 127)
@@ -51,7 +58,7 @@ class VisionConfig:
         """From config.json; None for a checkpoint that does not see."""
         if raw.get("vision_config") is None:
             return None
-        fields = Fields(raw["vision_config"], "vision_config")
+        fields = Fields(Fields(raw, "config.json").section("vision_config"), "vision_config")
         fields.only({"max_wh_ratio": None})
         if fields.value("num_hidden_layers") == 0:
             return None
@@ -67,12 +74,18 @@ class VisionConfig:
             min_pixels=fields.size("min_pixels"),
         )
         fields.refuse_rest(frozenset({"model_type", "dtype", "torch_dtype"}))
+        if config.max_tokens < LEAST:
+            raise ModelLoadError(
+                f"The model's config.json has vision_config.max_image_tokens={config.max_tokens}; "
+                f"the smallest image takes {LEAST}.",
+                setting="max_image_tokens",
+            )
         return config
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """How an image is taken: its size in pixels after resizing, patches and tokens each way."""
+    """How an image is taken: its size in pixels when sized, patches and tokens each way."""
 
     width: int
     height: int
@@ -106,9 +119,9 @@ def plan_image(width: int, height: int, config: VisionConfig) -> ImagePlan:
         width, height = int(width * factor), int(height * factor)
     patch = config.patch
     whole = -(-width // patch) * patch, -(-height // patch) * patch
-    plan = _plan(*whole, config)
+    plan = plan_sized(*whole, config)
     if plan.tokens > config.max_tokens:
-        plan = _plan(*_fitted(width, height, config), config)
+        plan = plan_sized(*_fitted(width, height, config), config)
     if plan.tokens > config.max_tokens:
         raise InvalidRequestError(
             f"An image of {width}×{height} takes {plan.tokens} positions; "
@@ -118,7 +131,8 @@ def plan_image(width: int, height: int, config: VisionConfig) -> ImagePlan:
     return plan
 
 
-def _plan(width: int, height: int, config: VisionConfig) -> ImagePlan:
+def plan_sized(width: int, height: int, config: VisionConfig) -> ImagePlan:
+    """The plan of a picture that has been sized: whole patches each way."""
     rows, columns = height // config.patch, width // config.patch
     grid = -(-rows // config.shrink), -(-columns // config.shrink)
     return ImagePlan(width, height, (rows, columns), grid)
@@ -171,17 +185,48 @@ def open_image(data: bytes, where: str) -> Any:
         ) from why
 
 
-def patches_of(image: Any, plan: ImagePlan, patch: int) -> Tensor:
-    """An RGB picture as patches in reading order: bfloat16[rows · columns, 3, patch, patch].
+def sized(image: Any, plan: ImagePlan) -> NDArray[np.uint8]:
+    """An RGB picture at its plan's size: uint8[height, width, 3].
 
-    It is resized with its aspect kept and centred on grey (``ImageOps.pad``, bicubic), and values
-    0 … 255 become −1 … 1.
+    It is resized with its aspect kept and centred on grey (``ImageOps.pad``, bicubic).
     """
     from PIL import ImageOps
 
-    padded = ImageOps.pad(image, (plan.width, plan.height), color=_GREY)
-    pixels = torch.from_numpy(np.array(padded, dtype=np.uint8)).float()
-    values = ((pixels / 255 - 0.5) / 0.5).to(torch.bfloat16)
+    return np.array(ImageOps.pad(image, (plan.width, plan.height), color=_GREY), np.uint8)
+
+
+def patches_of(pixels: Tensor, plan: ImagePlan, patch: int, dtype: torch.dtype) -> Tensor:
+    """A sized picture's patches in reading order: [rows · columns, 3, patch, patch].
+
+    pixels uint8[height, width, 3]; 0 … 255 become −1 … 1, rounded to bfloat16 in any ``dtype``. By
+    table, which is made in float32 on the host: devices may divide in another way.
+    """
+    levels = ((torch.arange(256).float() / 255 - 0.5) / 0.5).to(torch.bfloat16).to(dtype)
+    values = levels.to(pixels.device)[pixels.int()]
     rows, columns = plan.patches
     cut = values.view(rows, patch, columns, patch, 3).permute(0, 2, 4, 1, 3)
     return cut.reshape(rows * columns, 3, patch, patch)
+
+
+class PictureReader:
+    """Encoded pictures to what the tower takes; an :class:`~deepinfer.api.model.ImageReader`.
+
+    Args:
+        config: the tower's sizes.
+        token: the id of every position of an image.
+    """
+
+    def __init__(self, config: VisionConfig, token: int) -> None:
+        self.config = config
+        self.token = token
+
+    def read(self, data: bytes, where: str) -> Image:
+        picture = open_image(data, where)
+        try:
+            plan = plan_image(picture.width, picture.height, self.config)
+        except InvalidRequestError as why:
+            raise InvalidRequestError(f"{where}: {why.message}", setting=where) from why
+        pixels = sized(picture, plan)
+        shape = np.array(pixels.shape, "<i8").tobytes()
+        digest = blake2b(shape + pixels.tobytes(), digest_size=16).digest()
+        return Image(pixels=pixels, tokens=plan.tokens, digest=digest)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1's text model: embedding, Engram, layers, collapse, head.
+"""DeepSeek-V4.1: embedding or image, Engram, layers, collapse, head.
 
 A step's rows run all layers up to the last KV source. That one leaves what later text reads of
 every row; where prompts are truncated compactly, its attention and all layers behind it run the
@@ -17,14 +17,16 @@ from deepinfer.errors import ModelLoadError
 from deepinfer.layers import Linear, RMSNorm, assign
 from deepinfer.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer.models.deepseek_v41.engram_hash import hash_constants, token_map
+from deepinfer.models.deepseek_v41.images import patches_of, plan_sized
 from deepinfer.models.deepseek_v41.layer import Flow, Layer
 from deepinfer.models.deepseek_v41.rotary import frequencies, table
+from deepinfer.models.deepseek_v41.vision import Vision
 from deepinfer.ops.reference.engram import EngramHash
 from deepinfer.ops.table import OpSet
 
 
 class DeepseekV41Model:
-    """The text model. Rows of images are known by their id alone.
+    """The text model, and the tower where there is one. Rows of images are known by their id.
 
     Args:
         config: sizes; ``tokenizer`` is read here where a layer has Engram.
@@ -38,6 +40,7 @@ class DeepseekV41Model:
         self.layers = [Layer(config, layer, ops) for layer in range(config.layers)]
         self.norm = RMSNorm(ops, config.eps)
         self.head = Linear(ops)
+        self.vision = None if config.vision is None else Vision(config.vision, ops)
         context = ops.context
         self._activations = None if context is None else context.activation_dtype or context.dtype
         device = None if context is None else context.device
@@ -72,6 +75,14 @@ class DeepseekV41Model:
                 return flow.x.new_zeros((len(batch.ids), self.config.hidden_size))
         return self._spread(batch, flow, self.ops.hyper_collapse(flow.x, flow.pre))
 
+    def see(self, pixels: Tensor) -> Tensor:
+        """An image's positions [tokens, D], from uint8[height, width, 3]."""
+        assert self.vision is not None, "this checkpoint does not see"
+        vision, (height, width) = self.vision, pixels.shape[:2]
+        plan = plan_sized(width, height, vision.config)
+        dtype = self._activations or torch.float32
+        return vision.span(patches_of(pixels, plan, vision.config.patch, dtype), plan)
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden), torch.float32)
 
@@ -85,6 +96,8 @@ class DeepseekV41Model:
                 if layer.engram is not None:
                     layer.engram.table.prefetch(rows[:, self._engram_index(index)])
         x = self.ops.embedding(batch.ids, self.embed.weight).to(self._activations)
+        if batch.images is not None:
+            x = x.index_copy(0, *batch.images)
         x = x[:, None].repeat(1, self.config.streams, 1)
         pre = torch.zeros(x.shape[:2], device=x.device)
         pre[:, 0] = 1

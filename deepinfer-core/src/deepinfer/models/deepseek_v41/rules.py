@@ -12,8 +12,8 @@ from typing import Literal
 from deepinfer.api.model import WeightRule
 from deepinfer.models.deepseek_v41.config import DeepseekV41Config
 
-UNREAD = ("mtp.", "vision.", "aligner.", "image_start", "image_newline", "image_end")
-"""Beginnings of checkpoint names that the text model leaves unread: drafting and vision."""
+UNREAD = ("mtp.",)
+"""Beginnings of checkpoint names that the model leaves unread: drafting."""
 
 Source = tuple[str, tuple[int, ...]]
 _BLOCK = "latent_attention_block"
@@ -104,7 +104,7 @@ def _moe_rules(config: DeepseekV41Config, layer: int) -> Iterator[WeightRule]:
     router = [(f"{theirs}.gate.weight", (count, hidden))]
     yield _rule(f"{ours}.router", router, (_MOE, "linear", "route"))
     yield _rule(f"{ours}.bias", [(f"{theirs}.gate.bias", (count,))], (), exact=True)
-    if config.vision_layers:
+    if config.vision is not None:
         image_bias = [(f"{theirs}.gate.bias_vl", (count,))]
         yield _rule(f"{ours}.image_bias", image_bias, (), exact=True)
     experts = [f"{theirs}.experts.{e}" for e in range(count)]

@@ -1,0 +1,63 @@
+"""An image as a caller gives it: a path, bytes, a data URL or an open picture."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
+
+from deepinfer.chat.interface import ChatImage
+from deepinfer.chat.messages import refuse
+
+
+def image_of(where: str, given: Any) -> ChatImage:
+    """What a caller gave as an image.
+
+    Args:
+        where: names its part of the messages, for errors.
+        given: a path, the encoded picture, its data URL, or an image of Pillow.
+
+    Raises:
+        InvalidRequestError: it is something else.
+    """
+    if isinstance(given, bytes | bytearray | memoryview):
+        return ChatImage(where, data=bytes(given))
+    if isinstance(given, os.PathLike):
+        return ChatImage(where, path=Path(given))
+    if hasattr(given, "convert") and hasattr(given, "save"):
+        return ChatImage(where, data=_encoded(where, given))
+    if not isinstance(given, str):
+        refuse(where, f"holds {type(given).__name__}; an image is a path, bytes or a data URL")
+    if given.startswith("data:"):
+        return ChatImage(where, data=_data_url(where, given))
+    if given.startswith(("http://", "https://")):
+        refuse(where, "is a web address, and the engine fetches nothing", "Pass the bytes.")
+    if given.startswith("file://"):
+        given = unquote(given.removeprefix("file://"))
+    return ChatImage(where, path=Path(given))
+
+
+def _encoded(where: str, picture: Any) -> bytes:
+    """A picture of Pillow, without loss."""
+    file = BytesIO()
+    try:
+        picture.convert("RGB").save(file, "PNG")
+    except Exception as why:  # a file that it reads only now, in one of many formats
+        refuse(where, f"is a picture that cannot be read: {why}")
+    return file.getvalue()
+
+
+def _data_url(where: str, url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma:
+        refuse(where, "is a data URL without data")
+    if not head.endswith(";base64"):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as why:
+        refuse(where, f"is a data URL that is not base64: {why}")
