@@ -203,7 +203,8 @@ def test_forty_layers_have_the_released_schedule():
         ({"text_config": {"head_dim": "x"}}, "head_dim"),
         ({"text_config": 3}, "text_config=3"),
         ({"text_config": {"num_hidden_layers": 9}}, "compress_ratios"),
-        ({"vision_config": {"hidden_size": None}}, "describes no checkpoint"),
+        ({"vision_config": {"hidden_size": None}}, "hidden_size"),
+        ({"text_config": {"dspark_markov_rank": "x"}}, "describes no checkpoint"),
     ],
 )
 def test_what_is_no_configuration_is_refused(overrides, said, tmp_path):
