@@ -242,7 +242,7 @@ class Lab:
         pages: int | None,
         tracer: Tracer | None,
     ) -> tuple[dict[str, Answer], str, int]:
-        with self._brain(condition, pages) as llm:
+        with self.brain(condition, pages) as llm:
             crowd = self._crowd(condition.crowd)
             if condition.warm:
                 self._submit(llm, condition, cases, crowd)
@@ -251,7 +251,8 @@ class Lab:
             return answers, note, llm.get_metrics()["counters"].preemptions
 
     @contextmanager
-    def _brain(self, condition: Condition, pages: int | None) -> Iterator[LLM]:
+    def brain(self, condition: Condition, pages: int | None = None) -> Iterator[LLM]:
+        """A front door with a fresh brain before the loaded model; ``pages``: of fewer pages."""
         from deepinfer.engine.engine import Engine
 
         config = self._config.model_copy(update=dict(condition.config))
