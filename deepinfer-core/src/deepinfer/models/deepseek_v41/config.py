@@ -35,6 +35,10 @@ _DRAFT: Final = frozenset(
         "dspark_num_experts_per_tok",
     }
 )
+_ENGRAM: Final = (
+    *("engram_max_ngram_size", "engram_n_heads", "engram_vocab_size", "engram_head_dim"),
+    *("engram_compressed_vocab_size", "engram_pad_token_id"),
+)
 _ONLY: Final[Mapping[str, Any]] = {
     "num_key_value_heads": 1,
     "hidden_act": "silu",
@@ -116,7 +120,7 @@ class DeepseekV41Config:
         text.only(_ONLY)
         storage.only(_STORAGE)
         vision = VisionConfig.read({"vision_config": top.maybe("vision_config")})
-        layers = text.size("num_hidden_layers")
+        layers, engram = text.size("num_hidden_layers"), _engram(text)
         config = cls(
             vocab_size=text.size("vocab_size"),
             hidden_size=text.size("hidden_size"),
@@ -147,8 +151,8 @@ class DeepseekV41Config:
             expert_size=text.size("moe_intermediate_size"),
             expert_scale=text.real("routed_scaling_factor"),
             expert_limit=text.real("swiglu_limit"),
-            engram=_engram(text),
-            engram_width=text.size("engram_head_dim"),
+            engram=engram,
+            engram_width=text.size("engram_head_dim") if engram else 0,
             image_token=int(top.value("image_token_id")) if vision else -1,
             vision=vision,
             max_position_embeddings=text.size("max_position_embeddings"),
@@ -261,8 +265,10 @@ def _latest(sources: tuple[int, ...], layer: int) -> int | None:
 
 def _candidates(text: Fields) -> tuple[int, Blocks] | None:
     source = int(text.value("candidate_source_layer_id"))
-    blocks = Blocks(text.size("candidate_topk_blocks"), text.size("candidate_block_size"))
-    return None if source < 0 else (source, blocks)
+    if source < 0:
+        text.leave("candidate_topk_blocks", "candidate_block_size")
+        return None
+    return source, Blocks(text.size("candidate_topk_blocks"), text.size("candidate_block_size"))
 
 
 def _yarn(scaling: Fields) -> Yarn:
@@ -281,7 +287,10 @@ def _engram(text: Fields) -> EngramShape | None:
     layers, rows = text.numbers("engram_layer_ids"), text.numbers("engram_num_embeddings")
     if len(layers) != len(rows):
         raise _wrong("engram_num_embeddings", f"names {len(rows)} tables for {len(layers)} layers")
-    shape = EngramShape(
+    if not layers:
+        text.leave(*_ENGRAM)
+        return None
+    return EngramShape(
         layers=layers,
         rows=rows,
         max_ngram=text.size("engram_max_ngram_size"),
@@ -290,7 +299,6 @@ def _engram(text: Fields) -> EngramShape | None:
         compressed_tokens=text.size("engram_compressed_vocab_size"),
         pad_token=int(text.value("engram_pad_token_id")),
     )
-    return shape if layers else None
 
 
 def _wrong(setting: str, what: str) -> ModelLoadError:

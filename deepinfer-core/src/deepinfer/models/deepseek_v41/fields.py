@@ -26,6 +26,10 @@ class Fields:
         self._taken.add(name)
         return self._raw.get(name)
 
+    def leave(self, *names: str) -> None:
+        """Fields that mean nothing here."""
+        self._taken.update(names)
+
     def value(self, name: str) -> Any:
         """A number that has to be there."""
         found = self.maybe(name)

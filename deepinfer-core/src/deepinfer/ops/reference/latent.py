@@ -180,7 +180,11 @@ def _gather(
 
 def _attend(q: Tensor, kv: Tensor, seen: Tensor, sink: Tensor, scale: float) -> Tensor:
     """q [r, H, d], kv float32[r, E, d], seen bool[r, E] -> float32[r, H, d]."""
-    logits = _products(q.float(), kv.transpose(1, 2)) * scale
+    rows, spare = len(q), -len(q) % _TILE
+    if spare:
+        q, kv = (F.pad(x, (0, 0, 0, 0, 0, spare)) for x in (q, kv))
+        seen = F.pad(seen, (0, 0, 0, spare))
+    logits = _products(q.float().contiguous(), kv.transpose(1, 2)) * scale
     logits = logits.masked_fill(~seen[:, None], -torch.inf)
     top = logits.amax(-1, keepdim=True)
     base = torch.where(top == -torch.inf, 0.0, top)  # −inf − −inf is no number
@@ -188,21 +192,16 @@ def _attend(q: Tensor, kv: Tensor, seen: Tensor, sink: Tensor, scale: float) -> 
     total = row_sum(weight)[..., None] + torch.exp(sink.float()[:, None] - base)
     if q.dtype == torch.bfloat16:
         weight = weight.bfloat16().float()
-    return torch.where(top == -torch.inf, 0.0, _products(weight, kv) / total)
+    return torch.where(top == -torch.inf, 0.0, _products(weight, kv) / total)[:rows]
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    """``a[i] @ b[i]`` for float32 a [r, M, K], b [r, K, N], in calls of four."""
-    rows = len(a)
-    out = a.new_empty((rows + -rows % _TILE, a.shape[1], b.shape[2]))
-    whole = rows - rows % _TILE
-    for begin in range(0, whole, _TILE):
+    """``a[i] @ b[i]`` for float32 a [r, M, K], b [r, K, N], in calls of four of one layout."""
+    out = a.new_empty((len(a), a.shape[1], b.shape[2]))
+    for begin in range(0, len(a), _TILE):
         part = slice(begin, begin + _TILE)
         torch.bmm(a[part], b[part], out=out[part])
-    if whole < rows:
-        pad = (0, 0, 0, 0, 0, -rows % _TILE)
-        torch.bmm(F.pad(a[whole:], pad), F.pad(b[whole:], pad), out=out[whole:])
-    return out[:rows]
+    return out
 
 
 class CompressorParams(NamedTuple):
