@@ -55,6 +55,12 @@ class KVGroup:
             return 0
         return self.rows * self.entry.nbytes * len(self.layers)
 
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page of a growing group, of whole entries."""
+        if self.entry is None:
+            return self.bytes_per_token * page_size
+        return self.entry.nbytes * len(self.layers) * (page_size // self.ratio)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
@@ -112,6 +118,10 @@ class KVSpec:
     def bytes_per_token(self) -> int:
         """Bytes that one more token costs in growing groups."""
         return sum(g.bytes_per_token for g in self.groups if g.kind != "state")
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page in all growing groups: exact, where a token's are rounded up."""
+        return sum(g.page_bytes(page_size) for g in self.groups if g.kind != "state")
 
     @property
     def bytes_per_request(self) -> int:

@@ -5,7 +5,7 @@ same. Memory holds, in this order: one state block for each of ``max_num_seqs`` 
 of state for the prefix cache, an eighth (``SNAPSHOT_SHARE``) of what is left, at most four for each
 request, and none where one text of the longest length needs the room or nothing is cached; pages.
 
-    (max_num_seqs + snapshots) · bytes_per_request + pages · page_size · bytes_per_token ≤ memory
+    (max_num_seqs + snapshots) · bytes_per_request + pages · page_bytes ≤ memory
 
 Models without state have bytes_per_request = 0 and neither blocks nor snapshots.
 """
@@ -82,7 +82,7 @@ def full_bytes(config: EngineConfig, spec: KVSpec, max_len: int) -> int:
     """What all requests at their longest, and all snapshots, would fill: more is never used."""
     pages = -(-max_len // config.page_size) * config.max_num_seqs
     blocks = config.max_num_seqs * (1 + SNAPSHOTS_PER_REQUEST)
-    return pages * config.page_size * spec.bytes_per_token + blocks * spec.bytes_per_request
+    return pages * spec.page_bytes(config.page_size) + blocks * spec.bytes_per_request
 
 
 def size_kv(config: EngineConfig, spec: KVSpec, max_len: int, memory: int) -> KVSizes:
@@ -95,7 +95,7 @@ def size_kv(config: EngineConfig, spec: KVSpec, max_len: int, memory: int) -> KV
     """
     size, slots = config.page_size, config.max_num_seqs
     check_page_size(size, spec)
-    page_bytes, block_bytes = spec.bytes_per_token * size, spec.bytes_per_request
+    page_bytes, block_bytes = spec.page_bytes(size), spec.bytes_per_request
     left = memory - slots * block_bytes
     if block_bytes and left < page_bytes:
         raise _no_room_for_state(memory, slots, block_bytes, page_bytes)
