@@ -165,16 +165,16 @@ def _select(
     if level is not None and level.shape[1] * size < most:
         _select_among(found, rows, query, visible, keys, level, size)
         return
-    entry = torch.arange(most, device=visible.device)
-    shown = entry < visible[:, None]
+    hidden = torch.arange(most, device=visible.device) >= visible[:, None]
     publish = found.publish
     blocks = 0 if publish is None else -(-most // publish.size)
     if most <= k and (publish is None or blocks <= publish.kept):
-        scores = torch.where(shown, 0.0, -torch.inf)  # all are chosen, whatever they score
+        scores = hidden.new_zeros(hidden.shape, dtype=torch.float32)  # all that are seen are chosen
     else:
-        scores = _scores(query, keys, most).masked_fill(~shown, -torch.inf)
+        scores = _scores(query, keys, most)
+    scores.masked_fill_(hidden, -torch.inf)
     if level is not None:
-        scores = scores.masked_fill(~_members(level, size, most), -torch.inf)
+        scores.masked_fill_(~_members(level, size, most), -torch.inf)
     found.entries[rows] = places(best(scores, k), k)
     if publish is not None and found.blocks is not None:
         found.blocks[rows] = _best_blocks(scores, visible, publish)
@@ -239,21 +239,24 @@ def _weigh(dots: Tensor, w: Tensor) -> Tensor:
 
 def best(scores: Tensor, k: int) -> Tensor:
     """bool[r, n]: the k highest of each row, ties to the lowest place, −∞ never. No sort of n."""
-    finite = scores > -torch.inf
     if scores.shape[1] <= k:
-        return finite
-    kth = torch.topk(scores, k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above, tied = scores > kth, scores == kth
-    room = k - above.sum(-1, keepdim=True)
-    if bool((tied.sum(-1, keepdim=True) > room).any()):
-        tied &= tied.cumsum(-1, dtype=torch.int32) <= room
-    return (above | tied) & finite
+        return scores > -torch.inf
+    top = torch.topk(scores, k + 1, dim=-1).values
+    kth = top[:, k - 1 : k]
+    chosen = scores >= kth.clamp(min=torch.finfo(scores.dtype).min)
+    # Only where the next one ties are there more than k.
+    crowded = (top[:, k] == kth[:, 0]).nonzero()[:, 0]
+    if len(crowded):
+        room = k - (top[crowded] > kth[crowded]).sum(-1, keepdim=True)
+        tied = scores[crowded] == kth[crowded]
+        chosen[crowded] &= ~tied | (tied.cumsum(-1, dtype=torch.int32) <= room)
+    return chosen
 
 
 def places(chosen: Tensor, k: int) -> Tensor:
     """bool[r, n] with at most k true in a row -> int32[r, k]: where, ascending, then −1."""
-    counts = chosen.sum(-1)
     row, at = chosen.nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=len(chosen))
     slot = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     out = torch.full((len(chosen), k), -1, dtype=torch.int32, device=chosen.device)
     out[row, slot] = at.int()
