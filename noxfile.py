@@ -25,6 +25,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 KIT = ("-m", "pytest", "-q", "--pyargs", "deepinfer.testing.conformance")
 DOCS = ("tests/house/test_docs.py", "tests/house/test_contract.py")
 QUICK = "not slow and not network and not gpu and not npu"
+PEERS = ("transformers==5.24.0", "nemo-automodel==0.7.0")
 
 nox.needs_version = ">=2024.4"
 GOLDEN = ROOT.parent / "shared" / "golden" / "deepseek-v41"
@@ -71,6 +72,21 @@ def golden(session: nox.Session) -> None:
         session.skip("give the folder of the golden configurations: nox -s golden -- PATH")
     folder = "tests/core/models/deepseek_v41"
     session.run(shared(session), "-m", "pytest", "-q", folder, "--golden", where[0], external=True)
+
+
+@nox.session(default=False)
+def oracle(session: nox.Session) -> None:
+    """DeepSeek-V4.1 against other people's code: nemo-automodel, and transformers' DeepSeek-V4.
+
+    ``nox -s oracle -- PATH`` names the folder of the golden configurations that a clone does not
+    hold, as for ``golden``. nemo-automodel declares what training on a cluster takes; its model on
+    a CPU imports torch and transformers alone, hence no dependencies.
+    """
+    session.install(f"{CORE}[test]", PEERS[0], env=bound())
+    session.install("--no-deps", PEERS[1], env=bound())
+    where = session.posargs or ([str(GOLDEN)] if GOLDEN.is_dir() else [])
+    more = ("--golden", where[0]) if where else ()
+    session.run("python", "-m", "pytest", "-q", "tests/oracle", "-m", "oracle", *more)
 
 
 @nox.session(venv_backend="none")
