@@ -86,6 +86,29 @@ class Latents:
         """Of the step, those without an owner too."""
         return len(self.batch.ids)
 
+    def part(self, text: int, begin: int, end: int) -> DeviceBatch:
+        """A step of some of this one's rows of one text, as if those before had run."""
+        requests = self.batch.requests
+        assert requests is not None
+        first = int(requests.cu_q[text])
+        rows, one = slice(first + begin, first + end), slice(text, text + 1)
+        count = torch.tensor([0, end - begin], dtype=torch.int32, device=requests.cu_q.device)
+        return replace(
+            self.batch,
+            ids=self.batch.ids[rows],
+            positions=self.batch.positions[rows],
+            row_of_token=torch.zeros_like(self.batch.row_of_token[rows]),
+            kv_slots=self.batch.kv_slots[rows],
+            logit_rows=torch.arange(end - begin, device=count.device),
+            requests=StepRequests(
+                cu_q=count,
+                starts=requests.starts[one] + begin,
+                block_table=requests.block_table[one],
+                blocks=requests.blocks[one],
+                floors=requests.floors[one],
+            ),
+        )
+
     def late(self) -> tuple[DeviceBatch, Tensor]:
         """The step without rows below their text's floor, and where its rows stand in it."""
         requests, position = self.batch.requests, self.batch.positions
