@@ -144,8 +144,8 @@ def test_other_pixels_share_nothing(lab):
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_preemption_does_not_show(lab, caching):
-    """Both enter with four pages each, and one page is left for two that grow."""
-    asked = [CASES["span over pages"], CASES["two"]]
+    """Both enter with four pages; the younger takes the last one and has to give way for it."""
+    asked = [CASES["two"], CASES["span over pages"]]
     params = GREEDY.model_copy(update={"max_tokens": 18})
     with lab.brain(Condition(name="together")) as llm:
         want = [answer(output) for output in llm.generate(asked, params)]
