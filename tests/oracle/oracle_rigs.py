@@ -16,6 +16,7 @@ from deepinfer.api.backend import Impl, OpContext
 from deepinfer.models.weights import LoadPlan, load_weights
 from deepinfer.ops.invariant import grouped_linear, invariant_ops, linear
 from deepinfer.ops.table import OpSet
+from deepinfer.parallel import single
 from deepinfer.worker.kvpool import KVPool
 from torch import Tensor
 from v41_harness import CPU, PAGE, Golden, Play, Rig
@@ -37,7 +38,7 @@ class PlainRig(Rig):
         )
         self.ops = OpSet(provided, "oracle", context)
         adapter = golden.adapter
-        self.model = adapter.build(self.config, self.ops, None)
+        self.model = adapter.build(self.config, self.ops, single())
         plan = LoadPlan(known=adapter.unread, dequantize=True)
         load_weights(
             self.model, adapter.weights(self.config), golden.checkpoint, self.ops, self.dtype,

@@ -21,6 +21,7 @@ from deepinfer.models.source import resolve
 from deepinfer.models.weights import LoadPlan, load_weights
 from deepinfer.ops.invariant import invariant_ops
 from deepinfer.ops.table import OpSet
+from deepinfer.parallel import single
 from deepinfer.worker.kvpool import KVPool
 from deepinfer.worker.late import late_batch
 from safetensors.torch import load_file
@@ -77,7 +78,7 @@ class Rig:
             provided = dict(NativeCPUBackend().provide(context))
         self.ops = OpSet(provided, "test", context)
         adapter = golden.adapter
-        self.model = adapter.build(self.config, self.ops, None)
+        self.model = adapter.build(self.config, self.ops, single())
         plan = LoadPlan(known=adapter.unread, dequantize=dequantize)
         load_weights(
             self.model, adapter.weights(self.config), golden.checkpoint, self.ops, self.dtype,

@@ -9,6 +9,7 @@ from typing import Any
 from deepinfer.api.kv import KVOptions, KVSpec
 from deepinfer.api.model import WeightRule
 from deepinfer.api.parallel import ParallelContext
+from deepinfer.errors import UnsupportedError
 from deepinfer.models.deepseek_v41.cache import kv_spec
 from deepinfer.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer.models.deepseek_v41.images import PictureReader, VisionConfig
@@ -37,6 +38,10 @@ class DeepseekV41Adapter:
     def build(
         self, config: DeepseekV41Config, ops: OpSet, parallel: ParallelContext
     ) -> DeepseekV41Model:
+        if parallel.world.size > 1:
+            raise UnsupportedError(
+                f"DeepSeek-V4.1 runs on one rank, not on {parallel.world.size}.", setting="model"
+            )
         return DeepseekV41Model(config, ops)
 
     def weights(self, config: DeepseekV41Config) -> Iterator[WeightRule]:
