@@ -219,3 +219,9 @@ def test_the_demo_model_renders_the_recorded_prompts(demo_tokenizer, smollm2_gol
         text = form.render([{"role": "user", "content": case["prompt"]}]).text
         assert text == case["templated_text"]
         assert demo_tokenizer.encode(text, add_special_tokens=False) == case["input_ids"]
+
+
+def test_an_image_is_named():
+    content = [{"type": "text", "text": "x"}, {"type": "image", "image": b"y"}]
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[1\] is an image"):
+        check_messages([{"role": "user", "content": content}])

@@ -98,3 +98,13 @@ def test_what_cannot_run_is_named(preparer, prompt, params, words):
 def test_params_of_another_type_are_refused(preparer):
     with pytest.raises(InvalidRequestError, match="dict, not SamplingParams"):
         preparer.prepare("r", [1], {"temperature": 0})
+
+
+def test_a_model_without_images_refuses_them_by_name(toy):
+    asked = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": b"picture"}}
+    llm = toy.llm()
+    with pytest.raises(InvalidRequestError, match=r"\['image'\]\[0\] is an image, and .* takes no"):
+        llm.generate(asked)
+    output = llm.generate([asked, [1, 2]])
+    assert output[0].error is not None and output[1].error is None
+    assert llm.generate({"prompt_token_ids": [1], "multi_modal_data": None})[0].error is None

@@ -30,7 +30,7 @@ def sample_rows(slot, position):
     )
 
 
-def run(logits, texts, params, *, drafts=None, bitmask=None, index=None):
+def run(logits, texts, params, *, drafts=None, bitmask=None, index=None, never=-1):
     """Stages on one row per text; with drafts, row r has a line more for each of them."""
     drafts = drafts or [[]] * len(texts)
     width = 1 + max(map(len, drafts))
@@ -51,7 +51,7 @@ def run(logits, texts, params, *, drafts=None, bitmask=None, index=None):
         text=table,
         longest=int(position.max()),
     )
-    return LogitsPipeline(OpSet({}, "test")).apply(logits, lines, bitmask, index)
+    return LogitsPipeline(OpSet({}, "test"), never).apply(logits, lines, bitmask, index)
 
 
 def mask(vocab, *rows):
@@ -172,3 +172,19 @@ def test_stages_that_leave_nothing():
     z = torch.zeros(1, 4)
     params = [RowParams(1, allowed_token_ids=(2,), min_len=9, stop_ids=(2,))]
     assert run(z, [[0]], params).tolist() == [Fault.NOTHING_ALLOWED]
+
+
+@pytest.mark.parametrize("bias", [(), ((3, 100.0),)])
+def test_an_id_that_is_never_drawn(bias):
+    z = torch.zeros(3, 10)
+    z[1, 3] = math.nan  # found before it is pushed down
+    faults = run(z, [[1], [2], [3]], [RowParams(1, logit_bias=bias)] * 3, never=3)
+    assert (z[:, 3] == -INF).all() and (z[:, [0, 9]] == 0).all()
+    assert faults.tolist() == [Fault.NONE, Fault.NAN, Fault.NONE]
+
+
+def test_nothing_but_the_id_that_is_never_drawn():
+    z = torch.zeros(1, 10)
+    assert run(z, [[1]], [RowParams(1, allowed_token_ids=(3,))], never=3).tolist() == [
+        Fault.NOTHING_ALLOWED
+    ]

@@ -59,12 +59,19 @@ def _check_message(
     if isinstance(content, str):
         return
     if check_content is None:
+        _refuse_images(where, content)
         refuse(
             where,
             f"has content of type {type(content).__name__}; it must be a str",
             "Join the text parts into one string.",
         )
     check_content(where, content)
+
+
+def _refuse_images(where: str, content: Any) -> None:
+    for index, part in enumerate(content if isinstance(content, list | tuple) else ()):
+        if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+            refuse(f"{where}.content[{index}]", "is an image, which this model does not take")
 
 
 def refuse(where: str, what: str, next_step: str | None = None) -> NoReturn:
