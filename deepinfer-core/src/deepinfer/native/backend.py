@@ -19,7 +19,7 @@ from deepinfer.api.backend import BackendFacts, Impl, OpContext
 from deepinfer.native import loader
 from deepinfer.native import ops as native
 from deepinfer.native.blocks import Blocks
-from deepinfer.native.weights import PackedWeight, prepare_linear
+from deepinfer.native.weights import PackedWeight, WeightMemory, prepare_linear
 from deepinfer.ops import invariant
 from deepinfer.ops.backend import CPUDevice, cpu_facts
 from deepinfer.ops.table import EXACT_WEIGHTS, OpSet
@@ -79,7 +79,7 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
 
 def _weights(ctx: OpContext) -> dict[str, Impl]:
     """The ops that read packed weights."""
-    pack = partial(_pack, ctx=ctx)
+    pack = partial(_pack, ctx=ctx, memory=WeightMemory())
     return {
         "linear": Impl(partial(native.linear, num_threads=ctx.num_threads), pack),
         "grouped_linear": Impl(partial(_grouped_linear, num_threads=ctx.num_threads), pack),
@@ -87,12 +87,12 @@ def _weights(ctx: OpContext) -> dict[str, Impl]:
     }
 
 
-def _pack(weight: Tensor, uses: frozenset[str], *, ctx: OpContext) -> Any:
+def _pack(weight: Tensor, uses: frozenset[str], *, ctx: OpContext, memory: WeightMemory) -> Any:
     """One packed weight, which ``linear`` and ``embedding`` may share, or one for each expert."""
     quantization = None if uses & EXACT_WEIGHTS else ctx.quantization
     if weight.dim() == 3:
-        return Experts(tuple(prepare_linear(w, quantization=quantization) for w in weight))
-    return prepare_linear(weight, quantization=quantization)
+        return Experts(tuple(prepare_linear(w, quantization, memory=memory) for w in weight))
+    return prepare_linear(weight, quantization, memory=memory)
 
 
 class Experts(NamedTuple):

@@ -76,30 +76,30 @@ INLINE float round_even(float x) {
 /* A row of x to int8 values, a scale for each group (its largest magnitude / 127) and -128 times
  * the group's sum. A group that holds NaN or infinity has such a scale and zeros: 0 * inf is NaN. */
 static void quant_row(const void *src, int dt, int64_t k, int8_t *q, float *scale, int32_t *fix) {
+    const vf magic = vset(12582912.0f), most = vset(127.0f);
     for (int64_t g = 0; g < k; g += GROUP) {
-        float v[GROUP] = {0};
-        uint32_t bits[GROUP], top = 0;
-        to_f32((const char *)src + (size_t)g * elem_size(dt), dt, v,
-               k - g < GROUP ? k - g : GROUP);
-        memcpy(bits, v, sizeof v);
-        for (int j = 0; j < GROUP; j++) {
-            const uint32_t m = bits[j] & 0x7fffffffu;
-            top = m > top ? m : top;
+        vf v[GROUP / VW];
+        vi top = viset(0), sum = viset(0);
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUP / VW; i++) {
+            const int64_t at = g + i * VW;
+            v[i] = at < k ? vload_n(src, dt, at, k - at) : vset(0.0f);
+            top = imax((vi)v[i] & viset(0x7fffffff), top); /* magnitudes order as integers */
         }
+        const int32_t bits = lanes_imax(top);
         float s;
-        memcpy(&s, &top, 4);
+        memcpy(&s, &bits, 4);
         s /= 127.0f;
-        const float by = s > 0.0f && s < INFINITY ? s : INFINITY;
-        int32_t sum = 0;
-        for (int j = 0; j < GROUP; j++) {
-            float r = by < INFINITY ? v[j] / by : 0.0f;
-            r = r > 127.0f ? 127.0f : r < -127.0f ? -127.0f : r;
-            const int32_t n = (int32_t)round_even(r);
-            q[g + j] = (int8_t)n;
-            sum += n;
+        const int whole = s > 0.0f && s < INFINITY;
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUP / VW; i++) {
+            const vf r = vmin(most, vmax(-most, whole ? v[i] / vset(s) : vset(0.0f)));
+            const vi n = (vi)(r + magic) - (vi)magic;
+            vstore_i8(q + g + i * VW, n);
+            sum = sum + n;
         }
         scale[g / GROUP] = s;
-        fix[g / GROUP] = -128 * sum;
+        fix[g / GROUP] = -128 * lanes_isum(sum);
     }
 }
 

@@ -206,6 +206,33 @@ INLINE float lanes_max(vf v) {
 }
 #endif
 
+#if ISA == 2
+INLINE vi imax(vi a, vi b) { return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE int32_t lanes_imax(vi v) { return _mm512_reduce_max_epi32((__m512i)v); }
+INLINE int32_t lanes_isum(vi v) { return _mm512_reduce_add_epi32((__m512i)v); }
+INLINE void vstore_i8(int8_t *p, vi v) {
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v));
+}
+#else
+INLINE vi imax(vi a, vi b) {
+    const vi m = a > b;
+    return (a & m) | (b & ~m);
+}
+INLINE int32_t lanes_imax(vi v) {
+    int32_t top = v[0];
+    for (int i = 1; i < VW; i++) top = v[i] > top ? v[i] : top;
+    return top;
+}
+INLINE int32_t lanes_isum(vi v) {
+    int32_t sum = 0;
+    for (int i = 0; i < VW; i++) sum += v[i];
+    return sum;
+}
+INLINE void vstore_i8(int8_t *p, vi v) {
+    for (int i = 0; i < VW; i++) p[i] = (int8_t)v[i];
+}
+#endif
+
 /* 64 lanes to one number by the same halving: an order that no vector width changes. */
 INLINE float lanes_sum(const vf *acc) {
     vf t[LV];
