@@ -88,7 +88,7 @@ FAULTS = {
 }
 WORDS = {
     "sample-wrong-tie": ("gumbel_argmax", "greedy"),
-    "sample-neighbour": ("rms_norm", "mlp_block", "attention_block", "hyper_open"),  # they norm
+    "sample-neighbour": ("rms_norm", "_block", "decoder_layers", "hyper_open"),  # they norm
     "sample-spill": ("kv_write",),
     "sample-leak": ("leak",),
     "sample-deaf": ("window",),

@@ -1,4 +1,4 @@
-"""Half a layer in one call against its ops one by one: the same bits, whatever the family."""
+"""Layers and halves in one call against ops one by one: the same bits, whatever the family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepinfer.api.backend import OpContext
 from deepinfer.api.model import DeviceBatch
 from deepinfer.ops.backend import build_ops
 from deepinfer.ops.reference import blocks
-from deepinfer.ops.reference.blocks import AttentionParams
+from deepinfer.ops.reference.blocks import AttentionParams, LayerParams, MLPParams
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, PAGE = 96, 6, 2, 16, 176, 16
 KINDS = {
@@ -128,12 +128,75 @@ def test_mlp_block_has_the_bits_of_its_ops(isa, kind, rows) -> None:
         assert all(map(same, ops.mlp_block(*args), blocks.mlp_block(ops, *args)))
 
 
+class Pool:
+    """Caches of a few layers, as a pool gives them."""
+
+    def __init__(self, layers) -> None:
+        self.layers = layers
+
+    def layer(self, index: int):
+        return self.layers[index]
+
+
+def decoder(ops, dtype, family: set[str], count: int = 3) -> list[LayerParams]:
+    def weight(*shape: int):
+        return ops.prepare((torch.randn(*shape) * 0.2).to(dtype), ("linear",))
+
+    return [
+        LayerParams(
+            attention_params(ops, dtype, family),
+            MLPParams(
+                torch.randn(HIDDEN).to(dtype),
+                1e-5,
+                weight(2 * INNER, HIDDEN),
+                weight(HIDDEN, INNER),
+            ),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("rows", STEPS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoder_layers_have_the_bits_of_their_ops(isa, family, kind, rows) -> None:
+    for threads in (1, 2, 3) if rows < 10 else (2,):
+        ops, dtype = op_set(kind, threads)
+        layers = decoder(ops, dtype, FAMILIES[family])
+        batch, kv, cos_sin = step(ops, dtype, STEPS[rows])
+        x = torch.randn(rows, HIDDEN).to(dtype)
+        before = x.clone()
+        pools = [Pool([tuple(c.clone() for c in kv) for _ in layers]) for _ in range(2)]
+        got = ops.decoder_layers(x, layers, batch, pools[0], cos_sin)
+        want = blocks.decoder_layers(ops, x, layers, batch, pools[1], cos_sin)
+        assert same(got, want) and same(x, before)
+        for mine, theirs in zip(pools[0].layers, pools[1].layers, strict=True):
+            assert all(map(same, mine, theirs))
+
+
+def test_rows_without_an_owner_are_as_in_the_ops() -> None:
+    """Padding behind the last request: attention gives zeros there, in every layer."""
+    ops, dtype = op_set("fp32")
+    layers = decoder(ops, dtype, set())
+    batch, kv, cos_sin = step(ops, dtype, [(1, 5), (1, 9)])
+    pad = torch.tensor([0, 0])
+    batch = dataclasses.replace(
+        batch,
+        positions=torch.cat((batch.positions, pad)),
+        kv_slots=torch.cat((batch.kv_slots, pad - 1)),
+    )
+    x = torch.randn(4, HIDDEN)
+    pools = [Pool([tuple(c.clone() for c in kv) for _ in layers]) for _ in range(2)]
+    got = ops.decoder_layers(x, layers, batch, pools[0], cos_sin)
+    assert same(got, blocks.decoder_layers(ops, x, layers, batch, pools[1], cos_sin))
+
+
 def test_the_native_calls_were_taken(monkeypatch) -> None:
     """Few rows of a whole step are one call; more, and odd ones, are ops."""
     from deepinfer.native import _kernels
 
     calls = []
-    for name in ("attention_block", "mlp_block"):
+    for name in ("attention_block", "mlp_block", "decoder_layers"):
         kernel = getattr(_kernels, name)
         monkeypatch.setattr(
             _kernels, name, lambda *a, kernel=kernel, name=name: calls.append(name) or kernel(*a)
@@ -151,6 +214,10 @@ def test_the_native_calls_were_taken(monkeypatch) -> None:
         ops.mlp_block(*torch.randn(2, rows, HIDDEN), None, 1e-5, gate_up, down)
         assert calls == ["mlp_block"] * taken
         calls.clear()
+    layers = decoder(ops, dtype, {"norm", "bias"})
+    batch, kv, cos_sin = step(ops, dtype, [(1, 20)])
+    ops.decoder_layers(torch.randn(1, HIDDEN), layers, batch, Pool([kv] * 3), cos_sin)
+    assert calls == ["decoder_layers"]
 
 
 def test_wrong_steps_are_named() -> None:

@@ -19,7 +19,7 @@ DENSE: Final = (
     "rope",
 )
 ATTENTION: Final = ("plan_attention", "kv_write", "attention")
-BLOCKS: Final = ("attention_block", "mlp_block")
+BLOCKS: Final = ("attention_block", "mlp_block", "decoder_layers")
 EXPERTS: Final = ("route", "permute", "grouped_linear", "moe")
 SCALED: Final = (
     "quantize",

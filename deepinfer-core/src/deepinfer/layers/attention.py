@@ -51,11 +51,11 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """Returns (the rows of the norm of x + residual, x + residual)."""
         if self._params is None:
-            self._params = self._gather(norm)
+            self._params = self.params(norm)
         y, residual = self.ops.attention_block(x, residual, self._params, batch, kv, cos_sin)
         return self.tp.all_reduce(y), residual
 
-    def _gather(self, norm: RMSNorm) -> AttentionParams:
+    def params(self, norm: RMSNorm) -> AttentionParams:
         """The parameters as the op takes them; they are loaded before the first step."""
         shape = self.shape
         return AttentionParams(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from deepinfer.layers import (
 )
 from deepinfer.models.fields import decoder_fields, only_plain_kv, optional, required, windows
 from deepinfer.models.rules import attention_rules, mlp_rules, outer_rules
+from deepinfer.ops.reference.blocks import LayerParams
 from deepinfer.ops.table import OpSet
 
 MLPFactory = Callable[["LlamaConfig", int, OpSet, ParallelContext], Any]
@@ -92,6 +94,13 @@ class DecoderLayer:
         y, residual = self.mlp.behind(self.post_norm, x, residual)
         return y, residual
 
+    def params(self) -> LayerParams | None:
+        """The layer as ``decoder_layers`` takes it; None if it is not that, or on several ranks."""
+        mlp = self.mlp.params(self.post_norm) if isinstance(self.mlp, MLP) else None
+        if mlp is None or self.attn.tp.size > 1:
+            return None
+        return LayerParams(self.attn.params(self.input_norm), mlp)
+
 
 class LlamaModel:
     """Embedding, layers, final norm, head."""
@@ -116,6 +125,9 @@ class LlamaModel:
 
     def forward(self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None) -> Tensor:
         x: Tensor = self.ops.embedding(batch.ids, self.embed.weight).to(self.activation_dtype)
+        if taps is None and self._plain is not None:
+            hidden: Tensor = self.ops.decoder_layers(x, self._plain, batch, kv, self.cos_sin)
+            return hidden
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch, kv.layer(index), self.cos_sin)
@@ -123,6 +135,12 @@ class LlamaModel:
                 taps.put(index, x + residual)
         assert residual is not None, "a model has at least one layer"
         return x + residual
+
+    @cached_property
+    def _plain(self) -> tuple[LayerParams, ...] | None:
+        """All layers, if they are one op; asked from the first step on, when they are loaded."""
+        layers = tuple(params for layer in self.layers if (params := layer.params()) is not None)
+        return layers if len(layers) == len(self.layers) else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden), torch.float32)

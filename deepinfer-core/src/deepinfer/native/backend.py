@@ -62,6 +62,7 @@ class NativeCPUBackend:
         provided["mlp_block"] = Impl(blocks.mlp_block)
         if "plan_attention" in provided:
             provided["attention_block"] = Impl(blocks.attention_block)
+            provided["decoder_layers"] = Impl(blocks.decoder_layers)
         return provided
 
 

@@ -1,4 +1,4 @@
-"""Halves of a decoder layer in one native call, for steps of few rows.
+"""All decoder layers, or halves of one, in one native call, for steps of few rows.
 
 There the cost of a call and of waking threads counts: a step of one token makes ten small calls
 per layer. Many rows, and whatever else the calls do not take, go op by op: the bits are the same.
@@ -6,27 +6,30 @@ per layer. Many rows, and whatever else the calls do not take, go op by op: the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from struct import pack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepinfer.api.model import DeviceBatch
+from deepinfer.api.model import DeviceBatch, KVPools
 from deepinfer.native import _kernels
 from deepinfer.native.weights import PackedWeight
 from deepinfer.ops.reference import blocks
-from deepinfer.ops.reference.blocks import AttentionParams
+from deepinfer.ops.reference.blocks import AttentionParams, LayerParams, MLPParams
 
 FEW_ROWS = 32
 _CODE = {torch.float32: 0, torch.bfloat16: 1}
 _Numbers = tuple[int | float | None, ...]
+_Step = tuple[DeviceBatch | None, Tensor | None, _Numbers | None]
 
 
 class Blocks:
-    """``attention_block`` and ``mlp_block`` of one engine.
+    """``attention_block``, ``mlp_block`` and ``decoder_layers`` of one engine.
 
     Args:
-        ops: the backend's ops without these two.
+        ops: the backend's ops without these.
         threads: how many a call may use.
     """
 
@@ -34,7 +37,8 @@ class Blocks:
         self._ops = ops
         self._threads = threads
         self._layers: dict[int, tuple[AttentionParams, _Numbers | None]] = {}
-        self._step: tuple[DeviceBatch | None, Tensor | None, _Numbers | None] = (None, None, None)
+        self._step: _Step = (None, None, None)
+        self._stack: tuple[Any, Any, Tensor | None] = (None, None, None)
 
     def attention_block(
         self,
@@ -49,10 +53,7 @@ class Blocks:
         held = self._layers.get(id(params))
         if held is None:
             held = self._layers[id(params)] = params, _layer(params)
-        layer = held[1]
-        if batch is not self._step[0] or cos_sin is not self._step[1]:
-            self._step = batch, cos_sin, _step(batch, cos_sin, params.head_dim)
-        step, rows = self._step[2], _rows(x, residual)
+        layer, step, rows = held[1], self._of_step(batch, cos_sin, params), _rows(x, residual)
         cache = _cache(kv, params)
         if layer is None or step is None or rows is None or cache is None or step[0] != rows[1]:
             return blocks.attention_block(self._ops, x, residual, params, batch, kv, cos_sin)
@@ -60,7 +61,7 @@ class Blocks:
         total = x if residual is None else torch.empty_like(x)
         _kernels.attention_block(
             x.data_ptr(), 0 if residual is None else residual.data_ptr(), y.data_ptr(),
-            total.data_ptr(), *rows, *layer, *step[1:], *cache, params.head_eps, self._threads,
+            total.data_ptr(), *rows, *layer, *cache, *step[1:], self._threads,
         )  # fmt: skip
         return y, total
 
@@ -74,16 +75,44 @@ class Blocks:
         down: PackedWeight,
     ) -> tuple[Tensor, Tensor]:
         """As the reference."""
-        rows, scales = _rows(x, residual), _scales(norm, gate_up.k)
-        if rows is None or scales is None or x.shape[1] != gate_up.k or gate_up.n != 2 * down.k:
+        rows, mlp = _rows(x, residual), _mlp(MLPParams(norm, eps, gate_up, down))
+        if rows is None or mlp is None or x.shape[1] != gate_up.k:
             return blocks.mlp_block(self._ops, x, residual, norm, eps, gate_up, down)
-        y, total = x.new_empty((len(x), down.n)), torch.empty_like(x)
+        y, total = torch.empty_like(x), torch.empty_like(x)
         _kernels.mlp_block(
-            x.data_ptr(), residual.data_ptr(), y.data_ptr(), total.data_ptr(), *rows, *scales, eps,
-            gate_up.pointer, gate_up.code, gate_up.scale_pointer, down.pointer, down.code,
-            down.scale_pointer, down.k, self._threads,
+            x.data_ptr(), residual.data_ptr(), y.data_ptr(), total.data_ptr(), *rows, *mlp,
+            self._threads,
         )  # fmt: skip
         return y, total
+
+    def decoder_layers(
+        self,
+        x: Tensor,
+        layers: Sequence[LayerParams],
+        batch: DeviceBatch,
+        kv: KVPools,
+        cos_sin: Tensor,
+    ) -> Tensor:
+        """As the reference; the layers' addresses are looked up once."""
+        if layers is not self._stack[0] or kv is not self._stack[1]:
+            self._stack = layers, kv, _stack(layers, kv)
+        stack, rows = self._stack[2], _rows(x, None)
+        step = self._of_step(batch, cos_sin, layers[0].attention)
+        if stack is None or step is None or rows is None or step[0] != rows[1]:
+            return blocks.decoder_layers(self._ops, x, layers, batch, kv, cos_sin)
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        _kernels.decoder_layers(
+            x.data_ptr(), 0, y.data_ptr(), total.data_ptr(), *rows, stack.data_ptr(), len(layers),
+            *step[1:], self._threads,
+        )  # fmt: skip
+        return y + total
+
+    def _of_step(
+        self, batch: DeviceBatch, cos_sin: Tensor, params: AttentionParams
+    ) -> _Numbers | None:
+        if batch is not self._step[0] or cos_sin is not self._step[1]:
+            self._step = batch, cos_sin, _step(batch, cos_sin, params.head_dim)
+        return self._step[2]
 
 
 def _rows(x: Tensor, residual: Tensor | None) -> _Numbers | None:
@@ -125,8 +154,34 @@ def _layer(p: AttentionParams) -> _Numbers | None:
         return None
     return (
         *norm, p.eps, p.qkv.pointer, p.qkv.code, p.qkv.scale_pointer, *qkv_bias, q_norm[0], *k_norm,
-        hq, hkv, d, d**-0.5, p.window or 0, p.o.pointer, p.o.code, p.o.scale_pointer, *o_bias,
+        p.head_eps, hq, hkv, d, d**-0.5, p.window or 0, p.o.pointer, p.o.code, p.o.scale_pointer,
+        *o_bias,
     )  # fmt: skip
+
+
+def _mlp(p: MLPParams) -> _Numbers | None:
+    """A feed-forward block's weights as the kernel takes them."""
+    up, down = p.gate_up, p.down
+    norm = _scales(p.norm, up.k)
+    if norm is None or up.n != 2 * down.k or down.n != up.k:
+        return None
+    return (
+        *norm, p.eps, up.pointer, up.code, up.scale_pointer, down.pointer, down.code,
+        down.scale_pointer, down.k,
+    )  # fmt: skip
+
+
+def _stack(layers: Sequence[LayerParams], kv: KVPools) -> Tensor | None:
+    """All layers as the kernel takes them: 64-bit numbers, a layer behind the other."""
+    table = b""
+    for index, layer in enumerate(layers):
+        parts = _layer(layer.attention), _cache(kv.layer(index), layer.attention), _mlp(layer.mlp)
+        if None in parts or layer.attention.qkv.k != layers[0].mlp.down.n:
+            return None
+        table += b"".join(
+            pack("=d" if isinstance(n, float) else "=q", n) for part in parts for n in part or ()
+        )
+    return torch.frombuffer(bytearray(table), dtype=torch.int64)
 
 
 def _step(batch: DeviceBatch, cos_sin: Tensor, head_dim: int) -> _Numbers | None:

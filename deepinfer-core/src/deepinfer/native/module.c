@@ -1,7 +1,7 @@
 /* The extension module: argument marshalling, choice of instruction set, threads.
  *
  * Every function takes plain numbers (addresses, sizes, strides in elements); ops.py has checked
- * them. The GIL is released while a kernel runs. Threads are those of the OpenMP runtime which
+ * them. The GIL is released while a kernel of some length runs. Threads are those of the OpenMP runtime which
  * torch has loaded: ops.py passes the address of its GOMP_parallel, so there is one pool, and
  * neither a compiler flag nor a library to link. Without it everything runs on the caller.
  */
@@ -60,25 +60,42 @@ static void detect(void) {
 
 /* ---- threads ---------------------------------------------------------------------------- */
 
+#define SHARES 8
+#define LINE 64 /* counters that different threads move lie at least this far apart */
+
+/* Items of a job that one thread takes before it helps others: neighbours, so that what it fetches
+ * ahead is its own. */
+typedef struct {
+    int64_t next, end;
+    char apart[LINE - 2 * sizeof(int64_t)];
+} share;
+
 typedef struct {
     void (*fn)(void *ctx, int64_t from, int64_t to);
     void *ctx;
     int64_t n, chunk;
-    int64_t next __attribute__((aligned(64))), done __attribute__((aligned(64)));
+    const char *reads; /* what its items read, side by side, item_bytes each; or NULL */
+    int64_t item_bytes;
+    share shares[SHARES];
+    int64_t done;
+    char apart[LINE];
     int32_t over, asleep;
 } job;
 
-#define MAX_JOBS 12
+#define MAX_JOBS 12 /* of half a layer */
 
-/* Jobs in order: one begins when the one before is done. A thread takes what is left of a job, then
- * waits until its items are done, by whomever: one that comes late or never is not waited for. It
- * spins at first and sleeps then, for whoever holds the last item may have lost its processor. */
+/* Jobs in order: one begins when the one before is done. A thread takes its share of a job, then
+ * what is left of the others', then waits until all items are done, by whomever: one that comes
+ * late or never is not waited for. It spins at first and sleeps then, for whoever holds the last
+ * item may have lost its processor. */
 typedef struct {
-    int64_t threads;
+    int64_t threads, shares, entered;
+    int quick; /* not worth letting other Python threads in */
     int n;
-    job jobs[MAX_JOBS];
+    job *jobs;
 } chain;
 
+#define AHEAD_WAIT (1 << 16) /* bytes of a job to come that a thread fetches while it waits */
 #define SPINS 3000 /* some 50 us: longer than a step between jobs takes when nobody else runs */
 
 static void finish(job *j, int64_t items) {
@@ -90,11 +107,18 @@ static void finish(job *j, int64_t items) {
 #endif
 }
 
-static void wait_for(job *j) {
+/* What a thread will read of a job to come. */
+typedef struct {
+    const char *at, *end;
+} region;
+
+static void wait_for(job *j, region *next) {
     for (int i = 0; i < SPINS; i++) {
         if (__atomic_load_n(&j->over, __ATOMIC_ACQUIRE)) return;
+        for (int n = 0; n < 4 && next->at < next->end; n++, next->at += LINE)
+            __builtin_prefetch(next->at, 0, 2);
 #if HAVE_X86
-        __builtin_ia32_pause();
+        if (next->at >= next->end) __builtin_ia32_pause();
 #endif
     }
 #ifdef __linux__
@@ -106,31 +130,72 @@ static void wait_for(job *j) {
 #endif
 }
 
+/* Items of a share that nobody has taken; returns how many this thread did. */
+static int64_t work_off(job *j, share *s) {
+    int64_t did = 0, from;
+    while (__atomic_load_n(&s->next, __ATOMIC_RELAXED) < s->end &&
+           (from = __atomic_fetch_add(&s->next, j->chunk, __ATOMIC_RELAXED)) < s->end) {
+        const int64_t to = from + j->chunk < s->end ? from + j->chunk : s->end;
+        j->fn(j->ctx, from, to);
+        did += to - from;
+    }
+    return did;
+}
+
+/* The start of a share of the next job after i that reads a lot; *seen: the last one asked for. */
+static void look_ahead(const chain *c, int i, int64_t share, int *seen, region *next) {
+    int at = i + 1;
+    while (at < c->n && !c->jobs[at].reads) at++;
+    if (at == c->n || at <= *seen) return;
+    const job *j = &c->jobs[at];
+    const int64_t size = (j->shares[share].end - j->shares[share].next) * j->item_bytes;
+    *seen = at;
+    next->at = j->reads + j->shares[share].next * j->item_bytes;
+    next->end = next->at + (size < AHEAD_WAIT ? size : AHEAD_WAIT);
+}
+
 static void chain_part(void *data) {
     chain *c = data;
+    const int64_t me = __atomic_fetch_add(&c->entered, 1, __ATOMIC_RELAXED) % c->shares;
+    region next = {NULL, NULL};
+    int seen = -1;
     for (int i = 0; i < c->n; i++) {
         job *j = &c->jobs[i];
-        int64_t did = 0, from;
-        while ((from = __atomic_fetch_add(&j->next, j->chunk, __ATOMIC_RELAXED)) < j->n) {
-            const int64_t to = from + j->chunk < j->n ? from + j->chunk : j->n;
-            j->fn(j->ctx, from, to);
-            did += to - from;
-        }
+        int64_t did = 0;
+        for (int64_t s = 0; s < c->shares; s++) did += work_off(j, &j->shares[(me + s) % c->shares]);
         if (i + 1 == c->n) return;
         if (did) finish(j, did);
-        if (j->n > 0) wait_for(j);
+        look_ahead(c, i, me, &seen, &next);
+        if (j->n > 0) wait_for(j, &next);
     }
+}
+
+/* A chain for so much work (element visits), without jobs yet. Little work wakes no thread. */
+#define SMALL 16384
+static int64_t threads_for(int64_t threads, int64_t work) { return work < SMALL ? 1 : threads; }
+
+static chain new_chain(int64_t threads, int64_t work, job *jobs) {
+    threads = threads_for(threads, work);
+    return (chain){.threads = threads, .shares = threads < SHARES ? threads : SHARES,
+                   .quick = work < SMALL, .jobs = jobs};
 }
 
 /* fn over [0, n) in pieces of `chunk`, after the jobs that c has. */
 static void add_job(chain *c, void (*fn)(void *, int64_t, int64_t), void *ctx, int64_t n,
                     int64_t chunk) {
     job *j = &c->jobs[c->n++];
+    j->reads = NULL;
     j->fn = fn, j->ctx = ctx, j->n = n, j->chunk = chunk < 1 ? 1 : chunk;
-    j->next = j->done = 0, j->over = j->asleep = 0;
+    const int64_t pieces = (n + j->chunk - 1) / j->chunk;
+    for (int64_t s = 0; s < c->shares; s++) {
+        const int64_t end = (s + 1) * pieces / c->shares * j->chunk;
+        j->shares[s].next = s * pieces / c->shares * j->chunk;
+        j->shares[s].end = end < n ? end : n;
+    }
+    j->done = 0, j->over = j->asleep = 0;
 }
 
-/* All jobs, in pieces taken in turn by at most c->threads threads. */
+/* All jobs, by at most c->threads threads. Other Python threads run meanwhile. */
 static void run_chain(chain *c) {
     int64_t pieces = 1;
     for (int i = 0; i < c->n; i++) {
@@ -138,23 +203,22 @@ static void run_chain(chain *c) {
         if (n > pieces) pieces = n;
     }
     if (c->threads < pieces) pieces = c->threads;
+    PyThreadState *python = c->quick ? NULL : PyEval_SaveThread();
     if (pieces > 1 && gomp_parallel) gomp_parallel(chain_part, c, (unsigned)pieces, 0);
     else
         for (int i = 0; i < c->n; i++)
             if (c->jobs[i].n > 0) c->jobs[i].fn(c->jobs[i].ctx, 0, c->jobs[i].n);
+    if (python) PyEval_RestoreThread(python);
 }
 
-static void parallel(int64_t threads, int64_t n, int64_t chunk,
+/* fn over [0, n) in pieces of `chunk`, `work` element visits in all. */
+static void parallel(int64_t threads, int64_t work, int64_t n, int64_t chunk,
                      void (*fn)(void *, int64_t, int64_t), void *ctx) {
-    chain c;
-    c.threads = threads, c.n = 0;
+    job only;
+    chain c = new_chain(threads, work, &only);
     add_job(&c, fn, ctx, n, chunk);
     run_chain(&c);
 }
-
-/* Work below this many element visits is not worth waking a thread. */
-#define SMALL 16384
-static int64_t threads_for(int64_t threads, int64_t work) { return work < SMALL ? 1 : threads; }
 
 #define OVER(name, type, call)                                                                  \
     static void name(void *ctx, int64_t from, int64_t to) {                                     \
@@ -224,32 +288,49 @@ static int64_t packed_size(int64_t m, int64_t k, int dt, int wt) {
     return m > 1 || dt != DT_F32 ? m * k : 0;
 }
 
-/* The jobs of a product whose p has m, n, k, the weight, the bias and the output. */
-static void add_linear(chain *c, linear_plan *l, const void *x, int dt, int64_t ldx,
-                       float *packed) {
+/* Where a product whose p has m, n, k, the weight, the bias and the output finds its rows. */
+static void aim_linear(linear_plan *l, const void *x, int dt, int64_t ldx, float *packed) {
     linear_args *p = &l->p;
-    const int64_t m = p->m, tiles = kernels->mr_max, tiles_m = (m + tiles - 1) / tiles;
-    p->x = x;
+    l->x = (pack_x_args){x, packed, p->m, p->k, ldx, dt, p->wt == DT_INT8 ? 1 : kernels->mr_max};
+    p->x = packed_size(p->m, p->k, dt, p->wt) ? packed : x;
     if (p->wt == DT_INT8) {
         const int64_t kp = deep(p->k);
-        l->x = (pack_x_args){x, packed, m, p->k, ldx, dt, 1};
         p->xq = (const int8_t *)packed;
-        p->xs = packed + m * kp / 4;
-        p->fix = (const int32_t *)(const void *)(p->xs + m * kp / GROUP);
-        add_job(c, quant_x, &l->x, m, 1 + 8192 / (kp + 1));
-    } else if (packed_size(m, p->k, dt, p->wt)) {
-        l->x = (pack_x_args){x, packed, m, p->k, ldx, dt, (int)tiles};
-        add_job(c, pack_x, &l->x, tiles_m, threads_for(2, m * p->k / 4) > 1 ? 1 : tiles_m);
-        p->x = packed;
+        p->xs = packed + p->m * kp / 4;
+        p->fix = (const int32_t *)(const void *)(p->xs + p->m * kp / GROUP);
     }
+}
+
+static void add_packing(chain *c, linear_plan *l) {
+    const pack_x_args *x = &l->x;
+    const int64_t tiles = (x->m + x->mr_max - 1) / x->mr_max;
+    if (l->p.wt == DT_INT8) add_job(c, quant_x, &l->x, x->m, 1 + 8192 / (deep(x->k) + 1));
+    else if (l->p.x != x->x)
+        add_job(c, pack_x, &l->x, tiles, threads_for(2, x->m * x->k / 4) > 1 ? 1 : tiles);
+}
+
+static void add_product(chain *c, linear_plan *l) {
+    linear_args *p = &l->p;
+    const int64_t m = p->m, tiles = kernels->mr_max, tiles_m = (m + tiles - 1) / tiles;
     p->panels = (p->n + NR - 1) / NR;
     p->row_block = MB / tiles;
     p->group = m <= tiles ? 2 : PG;
-    if (m <= tiles && p->panels >= 4 * c->threads * PG) p->group = PG;
     const int64_t blocks = (tiles_m + p->row_block - 1) / p->row_block;
     const int64_t items = (p->panels + p->group - 1) / p->group * blocks;
-    /* a thread takes neighbouring items: what it fetches ahead is its own next item */
     add_job(c, linear_range, p, items, items / (16 * c->threads));
+    if (m <= tiles) {
+        const int64_t width = p->wt == DT_INT8 ? 1 : p->wt == DT_BF16 ? 2 : 4;
+        job *j = &c->jobs[c->n - 1];
+        j->reads = p->w;
+        j->item_bytes = p->group * NR * (p->wt == DT_INT8 ? deep(p->k) : p->k) * width;
+    }
+}
+
+static void add_linear(chain *c, linear_plan *l, const void *x, int dt, int64_t ldx,
+                       float *packed) {
+    aim_linear(l, x, dt, ldx, packed);
+    add_packing(c, l);
+    add_product(c, l);
 }
 
 /* x, x_dt, ldx, m, n, k, w, w_dt, scales, bias, bias_dt, out, out_dt, threads */
@@ -261,8 +342,8 @@ static const char *op_linear(const arg *a) {
     if (m == 0 || n == 0) return NULL;
     float small[4096], *packed = size <= 4096 ? small : malloc((size_t)size * sizeof(float));
     if (!packed) return "out of memory";
-    chain c;
-    c.threads = threads_for(a[13].i, m * k * n / 4), c.n = 0;
+    job jobs[MAX_JOBS];
+    chain c = new_chain(a[13].i, m * k * n / 4, jobs);
     add_linear(&c, &l, a[0].p, (int)a[1].i, a[2].i, packed);
     run_chain(&c);
     if (packed != small) free(packed);
@@ -276,7 +357,7 @@ static const char *op_pack(const arg *a) {
     pack_args p = {.src = a[0].p, .dst = a[6].p, .scales = a[8].p, .n = a[3].i, .k = a[4].i,
                    .ld = a[2].i, .row0 = a[5].i, .panels = (a[3].i + NR - 1) / NR,
                    .src_dt = (int)a[1].i, .wt = (int)a[7].i};
-    parallel(a[9].i, p.panels, 8, pack_range, &p);
+    parallel(a[9].i, p.n * p.k, p.panels, 8, pack_range, &p);
     return NULL;
 }
 
@@ -288,7 +369,7 @@ static const char *op_embedding(const arg *a) {
                     .n = a[5].i, .k = a[6].i, .wt = (int)a[3].i, .out_dt = (int)a[8].i};
     for (int64_t i = 0; i < p.t; i++)
         if (p.ids[i] < 0 || p.ids[i] >= p.n) return "an id is outside the table";
-    parallel(threads_for(a[9].i, p.t * p.k * 4), p.t, 4, embed_range, &p);
+    parallel(a[9].i, p.t * p.k * 4, p.t, 4, embed_range, &p);
     return NULL;
 }
 
@@ -302,7 +383,7 @@ static const char *op_norm(const arg *a) {
                    .rows = a[7].i, .inner = a[8].i, .h = a[9].i, .stride_outer = a[10].i,
                    .stride_res = a[11].i, .eps = a[12].d, .dt = (int)a[6].i,
                    .w_dt = (int)a[3].i};
-    parallel(threads_for(a[13].i, p.rows * p.h), p.rows, 1 + 4096 / (p.h + 1), norm_range, &p);
+    parallel(a[13].i, p.rows * p.h, p.rows, 1 + 4096 / (p.h + 1), norm_range, &p);
     return NULL;
 }
 
@@ -317,7 +398,7 @@ static const char *op_rope(const arg *a) {
         if (p.positions[i] < 0 || p.positions[i] >= p.table_rows)
             return "a position is outside cos_sin";
     const int64_t row = p.heads * p.d;
-    parallel(threads_for(a[12].i, p.t * row), p.t, 1 + 4096 / (row + 1), rope_range, &p);
+    parallel(a[12].i, p.t * row, p.t, 1 + 4096 / (row + 1), rope_range, &p);
     return NULL;
 }
 
@@ -337,7 +418,7 @@ static const char *op_silu(const arg *a) {
     silu_args p = {.x = a[0].p, .out = a[1].p, .dt = (int)a[2].i, .t = a[3].i, .i = a[4].i,
                    .stride_t = a[5].i, .has_limit = (int)a[6].i, .limit = a[7].d};
     const int64_t parts = (p.i + SILU_PART - 1) / SILU_PART;
-    parallel(threads_for(a[8].i, 2 * p.t * p.i), p.t * parts, 2, silu_range, &p);
+    parallel(a[8].i, 2 * p.t * p.i, p.t * parts, 2, silu_range, &p);
     return NULL;
 }
 
@@ -354,7 +435,7 @@ static const char *op_kv_write(const arg *a) {
                   .width = a[8].i, .stride_k = a[9].i, .stride_v = a[10].i, .capacity = a[11].i};
     for (int64_t i = 0; i < p.t; i++)
         if (p.slots[i] >= p.capacity) return "a slot is outside the cache";
-    parallel(threads_for(a[12].i, p.t * p.width), p.t, 16, kv_range, &p);
+    parallel(a[12].i, p.t * p.width, p.t, 16, kv_range, &p);
     return NULL;
 }
 
@@ -392,7 +473,16 @@ static int64_t attn_plan(const attn_args *p, int merge, attn_item *out) {
     return n;
 }
 
-/* Checks the step, adds its jobs and zeroes what no request owns; attn_free afterwards. */
+/* Rows that no request owns, counted from the first of them. */
+static void clear_range(void *ctx, int64_t from, int64_t to) {
+    const attn_args *p = ctx;
+    const int64_t first = p->cu_q[p->batch] + from, n = (to - from) * p->hq;
+    const size_t row = (size_t)p->d * (p->dt == DT_F32 ? 4 : 2);
+    memset((char *)p->out + (size_t)(first * p->hq) * row, 0, (size_t)n * row);
+    for (int64_t i = 0; p->lse && i < n; i++) p->lse[first * p->hq + i] = -(float)INFINITY;
+}
+
+/* Checks the step and adds its jobs; attn_free afterwards. */
 static const char *add_attention(chain *c, attn_args *p, int64_t tokens) {
     int64_t last = 0, longest = 0;
     for (int64_t b = 0; b < p->batch; b++) {
@@ -404,10 +494,7 @@ static const char *add_attention(chain *c, attn_args *p, int64_t tokens) {
         if (len > p->max_pages * p->page) return "kv_lengths exceed the block table";
         if (len > longest) longest = len;
     }
-    const size_t es = p->dt == DT_F32 ? 4 : 2;
-    memset((char *)p->out + (size_t)(last * p->hq * p->d) * es, 0,
-           (size_t)((tokens - last) * p->hq * p->d) * es);
-    for (int64_t i = last * p->hq; p->lse && i < tokens * p->hq; i++) p->lse[i] = -(float)INFINITY;
+    if (last < tokens) add_job(c, clear_range, p, tokens - last, tokens);
     int merge = 1;
     p->n_items = attn_plan(p, merge, NULL);
     if (p->n_items < 4 * c->threads) p->n_items = attn_plan(p, merge = 0, NULL);
@@ -448,8 +535,8 @@ static const char *op_attention(const arg *a) {
                    .batch = a[13].i, .hq = a[14].i, .hkv = a[15].i, .d = a[16].i,
                    .page = a[17].i, .max_pages = a[18].i, .stride_q = a[19].i,
                    .window = a[20].i, .pages = a[21].i, .scale = a[22].d, .softcap = a[23].d};
-    chain c;
-    c.threads = a[24].i, c.n = 0;
+    job jobs[MAX_JOBS];
+    chain c = new_chain(a[24].i, SMALL, jobs);
     const char *error = add_attention(&c, &p, a[12].i);
     if (!error && c.n) run_chain(&c);
     attn_free(&p);
@@ -470,13 +557,13 @@ static const char *op_gumbel(const arg *a) {
     gumbel_args p = {.logits = a[0].p, .stride = a[1].i, .m = a[2].i, .v = a[3].i,
                      .temp = a[4].p, .seed = a[5].p, .pos = a[6].p, .allowed = a[7].p,
                      .stride_allowed = a[8].i, .out = a[9].p};
-    const int64_t threads = threads_for(a[10].i, p.m * p.v);
+    const int64_t threads = a[10].i;
     p.chunk = p.m >= 2 * threads ? (p.v + 63) / 64 * 64 : 8192;
     p.chunks = (p.v + p.chunk - 1) / p.chunk;
     p.part_val = malloc((size_t)(p.m * p.chunks) * sizeof(float));
     p.part_id = malloc((size_t)(p.m * p.chunks) * sizeof(int64_t));
     if (p.part_val && p.part_id) {
-        parallel(threads, p.m * p.chunks, 1, gumbel_range, &p);
+        parallel(threads, p.m * p.v, p.m * p.chunks, 1, gumbel_range, &p);
         for (int64_t r = 0; r < p.m; r++) {
             float best = -(float)INFINITY;
             int64_t id = -1;
@@ -506,7 +593,7 @@ static const char *op_logprobs(const arg *a) {
                       .chosen_value = a[8].p, .rank = a[9].p};
     for (int64_t i = 0; i < p.m; i++)
         if (p.chosen[i] < 0 || p.chosen[i] >= p.v) return "a chosen id is outside the vocabulary";
-    parallel(threads_for(a[10].i, p.m * p.v), p.m, 1, logprobs_range, &p);
+    parallel(a[10].i, p.m * p.v, p.m, 1, logprobs_range, &p);
     return NULL;
 }
 
@@ -522,7 +609,7 @@ static void filter_range(void *ctx, int64_t from, int64_t to) {
 static const char *op_filter(const arg *a) {
     filter_args p = {.logits = a[0].p, .stride = a[1].i, .v = a[3].i, .temp = a[4].p,
                      .top_k = a[5].p, .top_p = a[6].p, .min_p = a[7].p, .out = a[8].p};
-    parallel(threads_for(a[9].i, a[2].i * p.v), a[2].i, 1, filter_range, &p);
+    parallel(a[9].i, a[2].i * p.v, a[2].i, 1, filter_range, &p);
     return p.failed ? "out of memory" : NULL;
 }
 
@@ -550,10 +637,7 @@ static PyObject *call(const char *(*op)(const arg *), Py_ssize_t want, PyObject 
         else a[i].i = PyLong_AsLongLong(args[i]);
         if (a[i].i == -1 && PyErr_Occurred()) return NULL;
     }
-    const char *error;
-    Py_BEGIN_ALLOW_THREADS
-    error = op(a);
-    Py_END_ALLOW_THREADS
+    const char *error = op(a);
     if (error) {
         PyErr_SetString(PyExc_ValueError, error);
         return NULL;
@@ -576,6 +660,7 @@ METHOD(kv_write, 13)
 METHOD(attention, 25)
 METHOD(attention_block, 48)
 METHOD(mlp_block, 20)
+METHOD(decoder_layers, 23)
 METHOD(gumbel, 11)
 METHOD(logprobs, 11)
 METHOD(filter, 10)
@@ -596,7 +681,7 @@ static PyMethodDef methods[] = {
     ENTRY(linear),   ENTRY(pack),      ENTRY(embedding), ENTRY(norm),     ENTRY(rope),
     ENTRY(silu),     ENTRY(kv_write),  ENTRY(attention), ENTRY(gumbel),   ENTRY(logprobs),
     ENTRY(filter),   ENTRY(exp),       ENTRY(set_threads),
-    ENTRY(attention_block), ENTRY(mlp_block),
+    ENTRY(attention_block), ENTRY(mlp_block), ENTRY(decoder_layers),
     {"set_isa", py_set_isa, METH_O, NULL},
     {NULL, NULL, 0, NULL}};
 

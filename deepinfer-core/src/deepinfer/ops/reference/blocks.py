@@ -1,4 +1,4 @@
-"""The two halves of a decoder layer as composites, each with the norm before it.
+"""The two halves of a decoder layer as composites, each with the norm before it, and the layers.
 
 The residual travels beside the rows: a half adds what came before to it, normalises and computes;
 what it computes is added by the next.
@@ -6,11 +6,12 @@ what it computes is added by the next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deepinfer.api.model import DeviceBatch
+from deepinfer.api.model import DeviceBatch, KVPools
 from deepinfer.ops.table import op
 
 
@@ -35,6 +36,22 @@ class AttentionParams(NamedTuple):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     head_eps: float = 0.0
+
+
+class MLPParams(NamedTuple):
+    """A layer's feed-forward block: as ``mlp_block`` takes it."""
+
+    norm: Tensor | None
+    eps: float
+    gate_up: Any
+    down: Any
+
+
+class LayerParams(NamedTuple):
+    """A decoder layer that is nothing but its two halves."""
+
+    attention: AttentionParams
+    mlp: MLPParams
 
 
 @op
@@ -88,6 +105,28 @@ def mlp_block(
     """
     x, residual = _join(ops, x, residual, norm, eps)
     return ops.gated_mlp(x, gate_up, down), residual
+
+
+@op
+def decoder_layers(
+    ops: Any,
+    x: Tensor,
+    layers: Sequence[LayerParams],
+    batch: DeviceBatch,
+    kv: KVPools,
+    cos_sin: Tensor,
+) -> Tensor:
+    """Rows [T, H] through all layers, one half after the other, the residual added at the end.
+
+    At least one layer; ``kv.layer(i)`` is layer i's. An implementation may keep what it derives of
+    ``layers`` and ``kv``: they stay as they are.
+    """
+    residual: Tensor | None = None
+    for index, (attention, mlp) in enumerate(layers):
+        x, residual = ops.attention_block(x, residual, attention, batch, kv.layer(index), cos_sin)
+        x, residual = ops.mlp_block(x, residual, *mlp)
+    assert residual is not None, "there is at least one layer"
+    return x + residual
 
 
 def _join(

@@ -41,6 +41,7 @@ CHAINED = {"float32": Tolerance(4e-5, 4e-6), "bfloat16": Tolerance(2.2 * _STEP, 
 # way, and then moves what follows by a sixteenth of its share.
 CODED = {"float32": Tolerance(2e-2, 1e-4), "bfloat16": Tolerance(8 * _STEP, 0.5 * _STEP)}
 BLOCK = {"float32": Tolerance(8e-5, 8e-6), "bfloat16": Tolerance(4.4 * _STEP, 0.3 * _STEP)}
+LAYERS = {"float32": Tolerance(3e-4, 3e-5), "bfloat16": Tolerance(16 * _STEP, 1.0 * _STEP)}
 
 TOLERANCES: dict[str, dict[str, Tolerance]] = {
     "linear": SUMMED,
@@ -53,6 +54,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
     "attention": CHAINED,
     "attention_block": BLOCK,
     "mlp_block": BLOCK,
+    "decoder_layers": LAYERS,
     "route": SINGLE,
     "grouped_linear": SUMMED,
     "moe": CHAINED,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.model import DeviceBatch
-from deepinfer.ops.reference.blocks import AttentionParams
+from deepinfer.ops.reference.blocks import AttentionParams, LayerParams, MLPParams
 from deepinfer.sampling.philox import gumbel
 from deepinfer.testing.conformance.kit import PAGE_SIZE, Run
 from deepinfer.testing.conformance.pages import Paged
@@ -314,17 +314,21 @@ def _kv_write_strided(run: Run) -> Any:
     return caches
 
 
-# --- half a layer ------------------------------------------------------------------------------
+# --- layers and their halves -------------------------------------------------------------------
 
 
 @by_rows("mlp_block")
 def _mlp_block(run: Run, rows: int) -> Any:
+    mlp = _mlp_params(run)
+    x, residual = run.put(run.draw.normal(rows, 48)), run.put(run.draw.normal(rows, 48))
+    return run.ops.mlp_block(x, residual, *mlp)
+
+
+def _mlp_params(run: Run) -> MLPParams:
     uses = ("mlp_block", "gated_mlp", "linear")
     gate_up = run.weight(run.draw.normal(2 * 40, 48, scale=0.2), *uses)
     down = run.weight(run.draw.normal(48, 40, scale=0.2), *uses)
-    norm = run.weight(run.draw.normal(48), "rms_norm")
-    x, residual = run.put(run.draw.normal(rows, 48)), run.put(run.draw.normal(rows, 48))
-    return run.ops.mlp_block(x, residual, norm, 1e-5, gate_up, down)
+    return MLPParams(run.weight(run.draw.normal(48), "rms_norm"), 1e-5, gate_up, down)
 
 
 @case("attention_block", "decode", given={"requests": DECODE})
@@ -338,13 +342,51 @@ def _attention_block(run: Run, requests: list[tuple[int, int]], **how: Any) -> A
     """The step's keys and values are written by the block; its caches are among the results."""
     paged = Paged(run, requests)
     caches = run.place(paged.k_cache), run.place(paged.v_cache)
+    batch = _batch(run, paged, requests)
+    rows = len(batch.positions)
+    x = run.put(run.draw.normal(rows, 48))
+    residual = None if how.get("first") else run.put(run.draw.normal(rows, 48))
+    params = _attention_params(run, how)
+    y, total = run.ops.attention_block(x, residual, params, batch, caches, run.put(angles(80, 16)))
+    return y, total, *caches
+
+
+@case("decoder_layers", "decode", given={"requests": DECODE})
+@case("decoder_layers", "chunks_decodes_and_idle_rows", given={"requests": CHUNKS})
+@case("decoder_layers", "biases", given={"requests": CHUNKS, "biased": True})
+@case("decoder_layers", "head_norms", given={"requests": DECODE, "head_norms": True})
+@case("decoder_layers", "one_layer", given={"requests": DECODE, "count": 1})
+@case("decoder_layers", "no_rows", given={"requests": []})
+def _decoder_layers(run: Run, requests: list[tuple[int, int]], count: int = 2, **how: Any) -> Any:
+    """Each layer writes its own caches, which are among the results."""
+    paged = Paged(run, requests)
+    kv = _Caches([(run.place(paged.k_cache), run.place(paged.v_cache)) for _ in range(count)])
+    batch = _batch(run, paged, requests)
+    x = run.put(run.draw.normal(len(batch.positions), 48))
+    layers = [LayerParams(_attention_params(run, how), _mlp_params(run)) for _ in range(count)]
+    y = run.ops.decoder_layers(x, layers, batch, kv, run.put(angles(80, 16)))
+    return y, *(cache for layer in kv.layers for cache in layer)
+
+
+@dataclass(frozen=True)
+class _Caches:
+    """A pool with these layers."""
+
+    layers: list[tuple[Tensor, Tensor]]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.layers[index]
+
+
+def _batch(run: Run, paged: Paged, requests: list[tuple[int, int]]) -> DeviceBatch:
+    """A step of these requests as the blocks read it."""
     slots = [paged.slots(i, kv - rows, kv) for i, (rows, kv) in enumerate(requests)]
     positions = [torch.arange(kv - rows, kv) for rows, kv in requests]
     nothing = torch.zeros(0, dtype=torch.int64)
     plan = run.ops.plan_attention(
         run.put(paged.block_table), run.put(paged.lengths), run.put(paged.cu_q), PAGE_SIZE
     )
-    batch = DeviceBatch(
+    return DeviceBatch(
         ids=run.put(nothing),
         positions=run.put(torch.cat([nothing, *positions])),
         row_of_token=run.put(nothing),
@@ -352,12 +394,6 @@ def _attention_block(run: Run, requests: list[tuple[int, int]], **how: Any) -> A
         attn=plan,
         logit_rows=run.put(nothing),
     )
-    rows = len(batch.positions)
-    x = run.put(run.draw.normal(rows, 48))
-    residual = None if how.get("first") else run.put(run.draw.normal(rows, 48))
-    params = _attention_params(run, how)
-    y, total = run.ops.attention_block(x, residual, params, batch, caches, run.put(angles(80, 16)))
-    return y, total, *caches
 
 
 def _attention_params(run: Run, how: dict[str, Any]) -> AttentionParams:
