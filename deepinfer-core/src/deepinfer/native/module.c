@@ -21,7 +21,7 @@
 
 /* Goes with INTERFACE in __init__.py: raise both when what a function takes or gives changes, so
  * that an extension compiled before is refused and not called. */
-#define INTERFACE 1
+#define INTERFACE 2
 
 typedef union {
     int64_t i;
