@@ -112,7 +112,9 @@ class AsyncLLM(FrontDoor):
             add_generation_prompt=add_generation_prompt,
             template_kwargs=chat_template_kwargs or {},
         )
-        prompt = self.assembly.render_chat(messages, options, chat_template)
+        # On a thread: pictures are decoded and sized there.
+        render = self.assembly.render_chat
+        prompt = await asyncio.to_thread(render, messages, options, chat_template)
         inner = self.generate(prompt, sampling_params, request_id, priority=priority)
         try:
             async for output in inner:

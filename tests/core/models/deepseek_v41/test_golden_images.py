@@ -176,3 +176,26 @@ def test_truncation_of_a_prompt_with_images(c, floor):
     ]
     for other in found[1:]:
         assert torch.equal(bits(found[0]), bits(other))
+
+
+def test_greedy_tokens_through_the_front_door(c):
+    """From pictures to tokens, as far as the recorded gaps say more than a flip can."""
+    from deepinfer import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    asked = []
+    for prompt, names in PROMPTS.items():
+        images = [Image.fromarray(c[f"image/{name}/rgb"].numpy()) for name in names]
+        ids = c[f"{prompt}/ids"].tolist()
+        asked.append({"prompt_token_ids": ids, "multi_modal_data": {"image": images}})
+    with LLM(str(c.folder), max_model_len=200, max_num_seqs=4, kv_cache_memory="64MB") as llm:
+        outputs = llm.generate(asked, params)
+    compared = 0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        best = c[f"{prompt}/f32/decode/logits"].topk(2, 1).values
+        sure = (best[:, 0] - best[:, 1] > 0.1).long().cumprod(0)
+        found = torch.tensor(output.outputs[0].token_ids)[: int(sure.sum())]
+        assert torch.equal(found, c[f"{prompt}/f32/decode/tokens"].long()[: len(found)]), prompt
+        compared += len(found)
+    print(f"{compared} of 36 tokens compared")
+    assert compared >= 10
