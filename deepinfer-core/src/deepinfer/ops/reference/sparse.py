@@ -22,7 +22,9 @@ from deepinfer.ops.table import op
 
 INDEX: Final = "mxfp4"  # how index keys and queries are quantised
 _ROWS: Final = 64
-_KEYS: Final = 2048
+_KEYS: Final = 8192
+_NEAR: Final = 1 << 17  # elements of products that a core has at hand while it adds them up
+_LEAST: Final = 512  # keys in a product of many rows
 _SCRATCH: Final = 1 << 22  # elements that one intermediate of a tile may have
 
 
@@ -199,7 +201,7 @@ def _select_among(
         entry = (block[..., None] * size + torch.arange(size, device=q.device)).flatten(1)
         shown = (block >= 0).repeat_interleave(size, 1) & (entry < visible[part, None])
         entry = torch.where(shown, entry, 0)
-        scores = _weigh(_dots(q[part], keys.at(entry)), w[part]).masked_fill(~shown, -torch.inf)
+        scores = _weigh(_own_dots(q[part], keys.at(entry)), w[part]).masked_fill(~shown, -torch.inf)
         at = places(best(scores, k), k).long()
         chosen = torch.where(at >= 0, entry.gather(1, at.clamp(min=0)), -1)
         first = rows.start + begin
@@ -207,33 +209,55 @@ def _select_among(
 
 
 def _scores(query: tuple[Tensor, Tensor], keys: _Keys, entries: int) -> Tensor:
-    """float32[r, entries]."""
+    """float32[r, entries]. A few keys at a time, so that their products need not leave the core."""
     q, w = query
-    scores = q.new_empty((len(q), entries), dtype=torch.float32)
-    for number in range(-(-entries // _KEYS)):
-        begin = number * _KEYS
-        tile = keys.tile(number)[: entries - begin].float()
-        scores[:, begin : begin + _KEYS] = _weigh(_dots(q, tile), w)
+    rows, heads = q.shape[:2]
+    groups = q.float().unflatten(2, (-1, TILE)).permute(2, 0, 1, 3).flatten(1, 2)
+    scores = q.new_empty((rows, entries), dtype=torch.float32)
+    step = min(_KEYS, max(_LEAST, _NEAR // (rows * heads)), entries)
+    scratch = scores.new_empty((2, rows * heads * step))
+    for begin in range(0, entries, _KEYS):
+        tile = keys.tile(begin // _KEYS)[: entries - begin]
+        for first in range(0, len(tile), step):
+            some = tile[first : first + step].float()
+            at = slice(begin + first, begin + first + len(some))
+            dots = _shared_dots(groups, some, scratch).view(rows, heads, len(some))
+            _weigh(dots, w, scores[:, at])
     return scores
 
 
-def _dots(q: Tensor, keys: Tensor) -> Tensor:
-    """q [r, HI, DI] with keys [m, DI], or each row's own [r, m, DI] -> float32[r, HI, m]."""
+def _shared_dots(groups: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
+    """float32 groups [G, R, 32] with keys [m, G·32] -> [R, m]; lies in scratch float32[2, ≥ R·m].
+
+    A group's products are exact, see above; groups are added one after the other.
+    """
+    rows, count = groups.shape[1], len(keys)
+    total, part = (flat[: rows * count].view(rows, count) for flat in scratch)
+    for number, one in enumerate(groups):
+        two = keys[:, number * TILE : (number + 1) * TILE].T
+        torch.mm(one, two, out=part if number else total)
+        if number:
+            total += part
+    return total
+
+
+def _own_dots(q: Tensor, keys: Tensor) -> Tensor:
+    """The same where each row has its own keys: q [r, HI, DI], [r, m, DI] -> float32[r, HI, m]."""
     total: Tensor | None = None
     for begin in range(0, q.shape[2], TILE):
         one, two = q[..., begin : begin + TILE].float(), keys[..., begin : begin + TILE]
-        part = one @ two.transpose(-1, -2)  # exact, see above
+        part = one @ two.transpose(1, 2)
         total = part if total is None else total + part
     assert total is not None
     return total
 
 
-def _weigh(dots: Tensor, w: Tensor) -> Tensor:
-    """Σ_h w[r, h] · relu(dots[r, h, m]), head after head."""
-    dots = dots.clamp_(min=0)
-    total = dots[:, 0] * w[:, :1]
+def _weigh(dots: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """Σ_h w[r, h] · relu(dots[r, h, m]), head after head. Changes dots."""
+    dots.clamp_(min=0)
+    total = torch.mul(dots[:, 0], w[:, :1], out=out)
     for head in range(1, w.shape[1]):
-        total += dots[:, head] * w[:, head : head + 1]
+        total += dots[:, head].mul_(w[:, head : head + 1])
     return total
 
 
