@@ -212,7 +212,7 @@ def _scores(query: tuple[Tensor, Tensor], keys: _Keys, entries: int) -> Tensor:
     """float32[r, entries]. A few keys at a time, so that their products need not leave the core."""
     q, w = query
     rows, heads = q.shape[:2]
-    groups = q.float().unflatten(2, (-1, TILE)).permute(2, 0, 1, 3).flatten(1, 2)
+    groups = q.float().reshape(rows, heads, -1, TILE).permute(2, 0, 1, 3).flatten(1, 2)
     scores = q.new_empty((rows, entries), dtype=torch.float32)
     step = min(_KEYS, max(_LEAST, _NEAR // (rows * heads)), entries)
     scratch = scores.new_empty((2, rows * heads * step))
@@ -232,10 +232,10 @@ def _shared_dots(groups: Tensor, keys: Tensor, scratch: Tensor) -> Tensor:
     A group's products are exact, see above; groups are added one after the other.
     """
     rows, count = groups.shape[1], len(keys)
-    total, part = (flat[: rows * count].view(rows, count) for flat in scratch)
-    for number, one in enumerate(groups):
+    total, part = scratch[:, : rows * count].view(2, rows, count).unbind(0)
+    for number in range(len(groups)):
         two = keys[:, number * TILE : (number + 1) * TILE].T
-        torch.mm(one, two, out=part if number else total)
+        torch.mm(groups[number], two, out=part if number else total)
         if number:
             total += part
     return total
