@@ -92,9 +92,10 @@ def select_sparse(
         if begin == end:
             continue
         visible = (batch.positions[begin:end] + 1) // ratio
-        keys = _Keys(ops, cache, batch, request, int(visible.max()))
-        blocks = None if candidates is None else candidates.blocks
-        for rows in _tiles(begin, end, int(visible.max())):
+        most, blocks = int(visible.max()), None if candidates is None else candidates.blocks
+        tiles = list(_tiles(begin, end, most))
+        keys = _Keys(ops, cache, batch, request, most, once=len(tiles) > 1)
+        for rows in tiles:
             seen = visible[rows.start - begin : rows.stop - begin]
             level = None if blocks is None else blocks[rows].long()
             _select(found, rows, (q[rows], w[rows]), seen, keys, level, block_size)
@@ -117,34 +118,52 @@ class _Found(NamedTuple):
 
 
 class _Keys:
-    """A request's index keys, dequantised once, as far as they were asked for."""
+    """A request's first ``count`` index keys, as values. ``once``: dequantised once and kept for the
+    next tile of rows, records in bfloat16: exact, and half as large.
+    """
 
     def __init__(
-        self, ops: Any, cache: Tensor, batch: DeviceBatch, request: int, count: int
+        self, ops: Any, cache: Tensor, batch: DeviceBatch, request: int, count: int, once: bool
     ) -> None:
         self._ops = ops
         self._count = count
         self._cache = cache
         self._batch = batch
-        self._request = torch.tensor([request], device=cache.device)
-        self._known: list[Tensor] = []
+        self._request = request
+        self._once = once
+        self._known: dict[int, Tensor] = {}
 
     def tile(self, number: int) -> Tensor:
-        """[≤ _KEYS, DI] of the cache's type, bfloat16 of records, exact: from number·_KEYS on."""
-        packed = self._cache.dtype == torch.uint8
-        dtype = torch.bfloat16 if packed else self._cache.dtype
-        while len(self._known) <= number:
-            begin = len(self._known) * _KEYS
+        """[≤ _KEYS, DI]: from number·_KEYS on."""
+        found = self._known.get(number)
+        if found is None:
+            records = self._cache.dtype == torch.uint8
+            begin = number * _KEYS
             end = min(begin + _KEYS, self._count)
-            entries = torch.arange(begin, end, device=self._cache.device)
-            self._known.append(self.at(entries[None], dtype)[0])
-        return self._known[number]
+            dtype = torch.bfloat16 if records and self._once else torch.float32
+            found = self._range(begin, end, dtype if records else self._cache.dtype)
+            if self._once:
+                self._known[number] = found
+        return found
 
-    def at(self, entries: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Entries int64[n, m] -> [n, m, DI]."""
-        request = self._request.expand(len(entries))
+    def at(self, entries: Tensor) -> Tensor:
+        """Entries int64[n, m] -> float32[n, m, DI]."""
+        request = torch.tensor([self._request], device=entries.device).expand(len(entries))
         slots = entry_slots(self._batch, self._cache.shape[1], request, entries)
-        return read_entries(self._ops, self._cache, slots, INDEX, dtype)
+        return read_entries(self._ops, self._cache, slots, INDEX, torch.float32)
+
+    def _range(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Entries begin … end−1, page by page."""
+        assert self._batch.requests is not None
+        per_page = self._cache.shape[1]
+        first = begin // per_page
+        pages = self._batch.requests.block_table[self._request, first : -(-end // per_page)]
+        found = self._cache[pages.long()].flatten(0, 1)
+        found = found[begin - first * per_page : end - first * per_page]
+        if found.dtype != torch.uint8:
+            return found.to(dtype)
+        values: Tensor = self._ops.unpack_rows(found, INDEX, dtype)
+        return values
 
 
 def _tiles(begin: int, end: int, entries: int) -> Iterator[slice]:
