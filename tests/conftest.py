@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--golden", metavar="PATH", help="folder with more golden configurations of DeepSeek-V4.1"
     )
+
+
+def pytest_configure():
+    # A shell without job control starts what runs in the background deaf to Ctrl-C, and the tests
+    # that send one would wait for ever.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
