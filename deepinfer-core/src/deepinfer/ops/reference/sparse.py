@@ -118,8 +118,8 @@ class _Found(NamedTuple):
 
 
 class _Keys:
-    """A request's first ``count`` index keys, as values. ``once``: dequantised once and kept for the
-    next tile of rows, records in bfloat16: exact, and half as large.
+    """A request's first ``count`` index keys, as values. ``once``: dequantised once, and kept for
+    the next tile of rows, records in bfloat16: exact, and half as large.
     """
 
     def __init__(
