@@ -38,11 +38,13 @@ def test_differences_are_the_recorded_ones(golden):
         assert torch.equal(bits(ours[0]), bits(off[0]))
         assert torch.equal(bits(ours[1]), bits(off[1]))
     for keep, both in found.items():
-        print(
-            f"\n{golden.folder.name}, {keep} rows kept:", *(f"{x:.2g}" for x in min(both)), end=""
-        )
+        print(f"\n{golden.folder.name}, {keep} rows kept:", *map(shown, both), end="")
         if keep in keeps:
             want = recorded(golden, keep)
-            print("; recorded:", *(f"{x:.2g}" for x in want), end="")
+            print("; recorded", shown(want), end="")
             near = [all(abs(a - b) <= 2e-3 for a, b in zip(o, want, strict=True)) for o in both]
             assert any(near), keep
+
+
+def shown(found):
+    return "({:.2g}, {:.2g}, {:.2g})".format(*found)
