@@ -155,6 +155,15 @@ def bench(session: nox.Session) -> None:
     session.run(shared(session), "-m", "deepinfer", "bench", *session.posargs, external=True)
 
 
+@nox.session(venv_backend="none", default=False)
+def bench_v41(session: nox.Session) -> None:
+    """Prefill and memory of a tiny DeepSeek-V4.1, minutes; the numbers go to benchmarks/results."""
+    python = shared(session)
+    for name in ("v41_memory", "v41_prefill"):
+        to = f"benchmarks/results/{name}.json"
+        session.run(python, f"benchmarks/{name}.py", "--json", to, *session.posargs, external=True)
+
+
 def shared(session: nox.Session) -> str:
     """The Python of the shared environment, brought up to date first.
 
