@@ -134,7 +134,7 @@ def test_the_tokenizer_knows_the_special_tokens(small):
     ],
 )
 def test_values_have_the_released_spread(name, shape, storage, rms):
-    """Section 12, but for the embedding; tiles differ among themselves, so that a wrong scale would show."""
+    """Section 12, but for the embedding. Tiles differ, so that a wrong scale would show."""
     drawn = draw(TensorSpec(name, shape, storage), seed=3)
     if storage == "table":
         values = e4m3(drawn[0]) * e8m0(drawn[1]).repeat_interleave(32, -1)

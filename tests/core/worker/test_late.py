@@ -57,6 +57,18 @@ def test_history_is_what_lies_before_each_token():
     assert batch.history.tolist() == [[1, -1, -1], [2, 1, -1], [3, 2, 1], [101, -1, -1]]
 
 
+def test_ahead_is_what_chunks_leave_for_the_next_step():
+    """As many tokens again, within the text; nothing behind a last chunk, or behind a decode."""
+    rows = [[3, -1, 1, 1, 0], [0, 1, 3, 0, 0], [1, 2, 2, 1, 0], [2, 0, 4, 0, 0]]
+    batch = build(
+        rows, admit(0, 9), admit(1, 4), admit(2, 6), admit(3, 4), kv=spec(lookback=2)
+    )  # fmt: skip
+    ids, history = batch.ahead
+    assert ids.tolist() == [5, 6, 7, 205, 206]
+    assert history.tolist() == [[4, 3], [5, 4], [6, 5], [204, 203], [205, 204]]
+    assert build([[0, 0, 4, 1, 0]], admit(0, 4), kv=spec(lookback=2)).ahead is None
+
+
 def test_rows_below_the_floor_are_taken_out():
     """A decode, a chunk across its floor, one below, one above."""
     batch = build(

@@ -40,7 +40,9 @@ class DeviceBatch:
     ``ops.plan_attention``; None for a model whose groups all have entries. ``logit_rows`` int64[m]:
     token rows whose logits are wanted. ``requests``: what models with entries or state read.
     ``history`` int64[T, lookback]: the ids right before each token, nearest first, −1 before the
-    text; None without lookback.
+    text; None without lookback. ``ahead``: ids int64[A] and history int64[A, lookback] of tokens
+    that the next step will likely run (further chunks of prefills), so that what they need can be
+    fetched; a hint. None where there are none.
 
     ``late``: the same step with only the rows at or above their request's floor, for the late
     layers of a model that truncates compactly; row i of it is row ``late_rows[i]`` of this one.
@@ -58,6 +60,7 @@ class DeviceBatch:
     logit_rows: torch.Tensor
     requests: StepRequests | None = None
     history: torch.Tensor | None = None
+    ahead: tuple[torch.Tensor, torch.Tensor] | None = None
     late: DeviceBatch | None = None
     late_rows: torch.Tensor | None = None
     images: tuple[torch.Tensor, torch.Tensor] | None = None

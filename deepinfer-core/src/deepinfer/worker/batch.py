@@ -253,10 +253,26 @@ class BatchBuilder:
         )
         if not lookback:
             return replace(batch, requests=requests)
-        before = batch.positions[:, None] - 1 - torch.arange(lookback, device=slots.device)
-        place = layout.slot[:, None] * slots.width + before.clamp(min=0)
-        found = slots.tokens.view(-1)[place].long()
-        return replace(batch, requests=requests, history=torch.where(before >= 0, found, -1))
+        return replace(
+            batch,
+            requests=requests,
+            history=slots.before(layout.slot, batch.positions, lookback),
+            ahead=self._ahead(rows.array, lookback),
+        )
+
+    def _ahead(self, array: NDArray[np.int32], lookback: int) -> tuple[Tensor, Tensor] | None:
+        """Ids and history of as many tokens again behind each chunk that is not its text's last."""
+        slots = self._slots
+        chunks = array[(array[:, 1] != DECODE) & (array[:, 3] == 0)].astype(np.int64)
+        slot, start, count = chunks[:, 0], chunks[:, 1], chunks[:, 2]
+        more = np.minimum(count, slots.bound[slot] - start - count)
+        if not more.sum():
+            return None
+        offset = np.arange(more.sum()) - np.repeat(more.cumsum() - more, more)
+        place = np.stack((np.repeat(slot, more), np.repeat(start + count, more) + offset))
+        at, position = to_device(torch.from_numpy(place), slots.device)
+        ids = slots.tokens.view(-1)[at * slots.width + position].long()
+        return ids, slots.before(at, position, lookback)
 
     def _lines(self, rows: PlanRows, layout: TokenLayout, position: Tensor) -> Lines:
         position = position[layout.logit_rows] + 1  # the next one is drawn

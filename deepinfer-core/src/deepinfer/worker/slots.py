@@ -123,6 +123,12 @@ class SlotTable:
         place = (slot * self.width + length)[:, None] + torch.arange(width, device=self.device)
         return self.tokens.view(-1)[place].long()
 
+    def before(self, slot: Tensor, position: Tensor, count: int) -> Tensor:
+        """int64[T, count]: the ids right before positions int64[T], nearest first, −1 for none."""
+        place = position[:, None] - 1 - torch.arange(count, device=self.device)
+        found = self.tokens.view(-1)[slot[:, None] * self.width + place.clamp(min=0)]
+        return torch.where(place >= 0, found.long(), -1)
+
     def _admit(self, admit: Admit) -> None:
         slot, p, count = admit.slot, admit.params, len(admit.tokens)
         assert count < admit.limit <= self.shape.max_len, "the brain checks lengths"

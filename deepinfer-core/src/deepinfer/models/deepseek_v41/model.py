@@ -92,9 +92,9 @@ class DeepseekV41Model:
         if self._hash is not None:
             assert batch.history is not None
             rows = self.ops.engram_rows(batch.ids, batch.history, self._hash)
-            for index, layer in enumerate(self.layers):
-                if layer.engram is not None:
-                    layer.engram.table.prefetch(rows[:, self._engram_index(index)])
+            self._prefetch(rows)
+            if batch.ahead is not None:
+                self._prefetch(self.ops.engram_rows(*batch.ahead, self._hash))
         x = self.ops.embedding(batch.ids, self.embed.weight).to(self._activations)
         if batch.images is not None:
             x = x.index_copy(0, *batch.images)
@@ -102,6 +102,12 @@ class DeepseekV41Model:
         pre = torch.zeros(x.shape[:2], device=x.device)
         pre[:, 0] = 1
         return Flow(batch, x, pre, None, batch.ids == self.config.image_token), rows
+
+    def _prefetch(self, rows: Tensor) -> None:
+        """Send for table rows int64[T, layers, columns]."""
+        for index, layer in enumerate(self.layers):
+            if layer.engram is not None:
+                layer.engram.table.prefetch(rows[:, self._engram_index(index)])
 
     def _engram_index(self, layer: int) -> int:
         assert self.config.engram is not None
