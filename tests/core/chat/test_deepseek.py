@@ -11,7 +11,7 @@ import pytest
 from deepinfer.chat import ChatOptions, TemplateFormat, chat_format, prompt_ids
 from deepinfer.chat.deepseek import GENERATIONS, DeepseekFormat, Generation
 from deepinfer.errors import InvalidRequestError, TokenizerError
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 recipe = pytest.importorskip("deepseek_recipe")
@@ -23,6 +23,7 @@ V41 = DeepseekFormat(GENERATIONS["DeepseekV41ForCausalLM"], "tiny")
 V4 = DeepseekFormat(GENERATIONS["DeepseekV4ForCausalLM"], "tiny")
 HI = [{"role": "user", "content": "hi"}]
 NOW = [{"type": "function", "function": {"name": "now"}}]
+_ANY = st.characters(codec=None, exclude_categories=())
 PNG = "data:image/png;base64,aGVsbG8="
 BOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 
@@ -225,7 +226,7 @@ def parts(*content):
 
 
 def test_images_in_every_dress(tmp_path):
-    given = [
+    dresses = [
         {"type": "image_url", "image_url": {"url": PNG}},
         {"type": "image_url", "image_url": PNG},
         {"type": "image", "image": b"raw"},
@@ -233,8 +234,10 @@ def test_images_in_every_dress(tmp_path):
         {"type": "image", "image": str(tmp_path / "b.png")},
         {"type": "image_url", "image_url": {"url": "file:///x/a%20b.png", "detail": "auto"}},
         {"type": "image_url", "image_url": {"url": "data:,a%20b"}},
+        {"type": "image_url", "image_url": {"url": PNG.replace("data", "DATA")}},
+        {"type": "image_url", "image_url": {"url": PNG.replace("base64", "BASE64")}},
     ]
-    found = V41.render(parts(*given), ChatOptions(thinking=False))
+    found = V41.render(parts(*dresses), ChatOptions(thinking=False))
     assert [(i.data, i.path) for i in found.images] == [
         (b"hello", None),
         (b"hello", None),
@@ -243,8 +246,10 @@ def test_images_in_every_dress(tmp_path):
         (None, tmp_path / "b.png"),
         (None, Path("/x/a b.png")),
         (b"a b", None),
+        (b"hello", None),
+        (b"hello", None),
     ]
-    assert found.text.count("<｜deepseek_image｜>") == 7
+    assert found.text.count("<｜deepseek_image｜>") == 9
     assert found.images[2].where == "messages[0].content[2]"
 
 
@@ -267,6 +272,7 @@ def test_images_of_results_come_in_the_order_of_the_calls():
         ({"type": "image_url", "image_url": {"url": "https://x/y.png"}}, "fetches nothing"),
         ({"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}, "detail='low'"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}, "not base64"),
+        ({"type": "image_url", "image_url": {"url": "HTTPS://x/y.png"}}, "fetches nothing"),
         ({"type": "image_url", "image_url": {"url": "data:image/png"}}, "without data"),
         ({"type": "image", "image": 3}, "holds int"),
         ({"type": "image", "image": b"x", "size": 3}, "has 'size'"),
@@ -275,6 +281,26 @@ def test_images_of_results_come_in_the_order_of_the_calls():
 def test_images_that_cannot_be(part, said):
     with pytest.raises(InvalidRequestError, match=said):
         V41.render(parts(part))
+
+
+@given(st.sampled_from(("", "image/png", ";base64", "image/png;base64")), st.text(_ANY))
+@example(";base64", "é")
+@example(";base64", "\ud800")
+@example("", "\ud800")
+def test_any_data_url_is_bytes_or_refused(head, body):
+    try:
+        (image,) = V41.render(parts({"type": "image", "image": f"data:{head},{body}"})).images
+    except InvalidRequestError as why:
+        assert why.setting == "messages[0].content[0]"
+    else:
+        assert isinstance(image.data, bytes)
+
+
+def test_a_lost_image_is_named_in_short():
+    (image,) = V41.render(parts({"type": "image", "image": "iVBORw0K" * 9999})).images
+    with pytest.raises(InvalidRequestError, match="cannot be read: 'iVBORw0K") as why:
+        image.read()
+    assert len(str(why.value)) < 400
 
 
 def test_reading_what_was_given(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 from io import BytesIO
 from pathlib import Path
@@ -32,12 +31,13 @@ def image_of(where: str, given: Any) -> ChatImage:
         return ChatImage(where, data=_encoded(where, given))
     if not isinstance(given, str):
         refuse(where, f"holds {type(given).__name__}; an image is a path, bytes or a data URL")
-    if given.startswith("data:"):
+    scheme = given[:8].lower()  # of any case, as RFC 3986 has it
+    if scheme.startswith("data:"):
         return ChatImage(where, data=_data_url(where, given))
-    if given.startswith(("http://", "https://")):
+    if scheme.startswith(("http://", "https://")):
         refuse(where, "is a web address, and the engine fetches nothing", "Pass the bytes.")
-    if given.startswith("file://"):
-        given = unquote(given.removeprefix("file://"))
+    if scheme.startswith("file://"):
+        given = unquote(given[len("file://") :])
     return ChatImage(where, path=Path(given))
 
 
@@ -55,9 +55,8 @@ def _data_url(where: str, url: str) -> bytes:
     head, comma, body = url.partition(",")
     if not comma:
         refuse(where, "is a data URL without data")
-    if not head.endswith(";base64"):
-        return unquote_to_bytes(body)
+    coded = head.lower().endswith(";base64")
     try:
-        return base64.b64decode(body, validate=True)
-    except binascii.Error as why:
-        refuse(where, f"is a data URL that is not base64: {why}")
+        return base64.b64decode(body, validate=True) if coded else unquote_to_bytes(body)
+    except ValueError as why:  # binascii.Error, and what stands for letters that ASCII lacks
+        refuse(where, f"is a data URL that {'is not base64' if coded else 'holds no bytes'}: {why}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from deepinfer.errors import InvalidRequestError
+from deepinfer.errors import InvalidRequestError, shown
 
 Message = Mapping[str, Any]
 ToolChoice = str | Mapping[str, Any]
@@ -88,8 +88,11 @@ class ChatImage:
         try:
             return self.path.read_bytes()
         except (OSError, ValueError) as why:  # ValueError: a path that no file system holds
+            reason = (isinstance(why, OSError) and why.strerror) or why  # without the path
             raise InvalidRequestError(
-                f"{self.where} names an image that cannot be read: {why}.", setting=self.where
+                f"{self.where} names an image that cannot be read: {shown(str(self.path))}: "
+                f"{reason}.",
+                setting=self.where,
             ) from why
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.api.plan import Image
-from deepinfer.errors import ConfigError, InvalidRequestError, ModelLoadError
+from deepinfer.errors import ConfigError, InvalidRequestError, ModelLoadError, shown
 from deepinfer.models.deepseek_v41.fields import Fields
 
 START, IMAGE, NEWLINE, END = 0, 1, 2, 3
@@ -161,7 +161,7 @@ def open_image(data: bytes, where: str) -> Any:
         InvalidRequestError: it is no picture that Pillow reads, or larger than ``MAX_PIXELS``.
     """
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as why:
         raise ConfigError(
             "Images need the package 'pillow', which is not installed.",
@@ -179,6 +179,11 @@ def open_image(data: bytes, where: str) -> Any:
         return image.convert("RGB")
     except InvalidRequestError:
         raise
+    except UnidentifiedImageError as why:  # its own message names an object in memory
+        begins = f"{len(data)} bytes that begin with {shown(data[:8])}" if data else "0 bytes"
+        raise InvalidRequestError(
+            f"{where} is no image that can be read: {begins} are of no known format.", setting=where
+        ) from why
     except Exception as why:  # decoders of many formats, each with its own ways to fail
         raise InvalidRequestError(
             f"{where} is no image that can be read: {why}.", setting=where
