@@ -2,12 +2,12 @@
 
     python benchmarks/v41_memory.py [--lengths 1024 16384 131072] [--json PATH]
 
-A tiny random model on one thread (``v41_common``). First: the bytes a token that `deepinfer config
-memory` reports, the bytes of the pool that an engine of that length allocates, and by how much the
-process grew when all of it was filled. Then: caches filled with random valid entries, as if so long
-a text had run, and one request that decodes. Specification 9: what grows is the indexer's scores,
-one for each entry of two sources; attention reads a window and the chosen entries, however long the
-text. CPU seconds of the step's thread, medians.
+A tiny random model on one thread (``v41_common``). First: the bytes a token and a request that
+``deepinfer config memory`` reports, and those of the pool that an engine of that length allocates.
+Then: caches filled with random valid entries, as if so long a text had run, and one request that
+decodes. Specification 9: what grows is the indexer's scores, one for each entry of two sources;
+attention reads a window and the chosen entries, however long the text. CPU seconds of the step's
+thread, medians.
 """
 
 from __future__ import annotations
@@ -80,15 +80,10 @@ def fill(host: Host, config) -> None:
                 part.copy_(ops.pack_rows(x, kind) if packed else ops.quantize(x, kind))
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def memory(model: str, tokens: int, cache_dtype: str) -> dict[str, object]:
-    """One length: reported, allocated, and what became resident."""
+    """One length: what is reported, and the bytes of the tensors that an engine made."""
     said = reported(model, cache_dtype)
-    with opened(model, tokens, cache_dtype) as host, torch.inference_mode():
+    with opened(model, tokens, cache_dtype) as host:
         groups = host.facts.kv.groups
         growing = sum(
             host.kv.tensor(group.name, layer).nbytes
@@ -96,8 +91,6 @@ def memory(model: str, tokens: int, cache_dtype: str) -> dict[str, object]:
             if group.kind != "state"
             for layer in group.layers
         )
-        before = resident()
-        fill(host, read_config(model))
         return {
             "tokens": tokens,
             "cache": cache_dtype,
@@ -106,7 +99,6 @@ def memory(model: str, tokens: int, cache_dtype: str) -> dict[str, object]:
             "reported a request": said["kv_bytes_per_request"],
             "allocated a request": host.kv.nbytes - growing,
             "pool": host.call("memory")["kv"],
-            "grown": resident() - before,
         }
 
 
