@@ -84,6 +84,7 @@ WRONG = {
     "kv_source_layer_ids": [8, 2, 14, 20],
     "index_source_layer_ids": [2, 14, 20, 24],
     "candidate_topk_blocks": 60,
+    "candidate_source_layer_id": 20.5,
     "engram_layer_ids": [1, 40],
     "engram_num_embeddings": [12],
     "rms_norm_eps": 0,
@@ -99,6 +100,27 @@ def test_contradictions_are_named(name):
     with pytest.raises(ModelLoadError) as why:
         read(**{name: WRONG[name]})
     assert why.value.setting == name
+
+
+@pytest.mark.parametrize("count", [-1, "vocab_size", 10**30, 2.0, 0.5, True, None, "1"])
+@pytest.mark.parametrize("name", ["image_token_id", "engram_pad_token_id"])
+def test_ids_lie_in_the_vocabulary(name, count):
+    raw = released_config()
+    given = raw["text_config"]["vocab_size"] if count == "vocab_size" else count
+    where = raw if name == "image_token_id" else raw["text_config"]
+    where[name] = given
+    with pytest.raises(ModelLoadError) as why:
+        DeepseekV41Config.read(raw)
+    assert why.value.setting == name
+
+
+@pytest.mark.parametrize("given", [0, -1.0, float("inf"), float("nan"), 10**400, None, True, "1"])
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "swiglu_limit"])
+def test_reals_are_finite_and_above_0(name, given):
+    with pytest.raises(ModelLoadError) as why:
+        read(**{name: given})
+    assert why.value.setting == name
+    assert len(str(why.value)) < 300
 
 
 def test_sources_have_their_readers_ratio():

@@ -149,6 +149,14 @@ def test_digests_are_of_pixels_and_shape(config):
     assert len({one.digest, other.digest, tall.digest}) == 3
 
 
+@pytest.mark.parametrize("heads", [3, 5, 16])
+def test_heads_that_two_directions_cannot_share(golden, heads):
+    raw = {**json.loads(golden.metadata()["vision_config"]), "hidden_size": 32}
+    with pytest.raises(ModelLoadError, match=f"num_attention_heads={heads}") as why:
+        VisionConfig.read({"vision_config": {**raw, "num_attention_heads": heads}})
+    assert why.value.setting == "num_attention_heads"
+
+
 def test_a_limit_that_no_image_meets(golden):
     raw = {**json.loads(golden.metadata()["vision_config"]), "max_image_tokens": 3}
     with pytest.raises(ModelLoadError, match="max_image_tokens=3; the smallest image takes 4"):

@@ -120,9 +120,10 @@ class DeepseekV41Config:
         text.only(_ONLY)
         storage.only(_STORAGE)
         vision = VisionConfig.read({"vision_config": top.maybe("vision_config")})
-        layers, engram = text.size("num_hidden_layers"), _engram(text)
+        layers, vocab_size = text.size("num_hidden_layers"), text.size("vocab_size")
+        engram = _engram(text, vocab_size)
         config = cls(
-            vocab_size=text.size("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=text.size("hidden_size"),
             layers=layers,
             heads=text.size("num_attention_heads"),
@@ -138,7 +139,7 @@ class DeepseekV41Config:
             index_heads=text.size("index_n_heads"),
             index_dim=text.size("index_head_dim"),
             index_topk=text.size("index_topk"),
-            candidates=_candidates(text),
+            candidates=_candidates(text, layers),
             theta=text.real("rope_theta"),
             compress_theta=text.real("compress_rope_theta"),
             yarn=_yarn(Fields(text.section("rope_scaling"), "rope_scaling")),
@@ -153,7 +154,7 @@ class DeepseekV41Config:
             expert_limit=text.real("swiglu_limit"),
             engram=engram,
             engram_width=text.size("engram_head_dim") if engram else 0,
-            image_token=int(top.value("image_token_id")) if vision else -1,
+            image_token=top.index("image_token_id", vocab_size) if vision else -1,
             vision=vision,
             max_position_embeddings=text.size("max_position_embeddings"),
             max_model_len=text.size("max_position_embeddings"),
@@ -263,11 +264,11 @@ def _latest(sources: tuple[int, ...], layer: int) -> int | None:
     return max((s for s in sources if s <= layer), default=None)
 
 
-def _candidates(text: Fields) -> tuple[int, Blocks] | None:
-    source = int(text.value("candidate_source_layer_id"))
-    if source < 0:
+def _candidates(text: Fields, layers: int) -> tuple[int, Blocks] | None:
+    if text.value("candidate_source_layer_id") < 0:
         text.leave("candidate_topk_blocks", "candidate_block_size")
         return None
+    source = text.index("candidate_source_layer_id", layers)
     return source, Blocks(text.size("candidate_topk_blocks"), text.size("candidate_block_size"))
 
 
@@ -283,7 +284,7 @@ def _yarn(scaling: Fields) -> Yarn:
     return yarn
 
 
-def _engram(text: Fields) -> EngramShape | None:
+def _engram(text: Fields, vocab_size: int) -> EngramShape | None:
     layers, rows = text.numbers("engram_layer_ids"), text.numbers("engram_num_embeddings")
     if len(layers) != len(rows):
         raise _wrong("engram_num_embeddings", f"names {len(rows)} tables for {len(layers)} layers")
@@ -297,7 +298,7 @@ def _engram(text: Fields) -> EngramShape | None:
         heads=text.size("engram_n_heads"),
         vocab_size=text.size("engram_vocab_size"),
         compressed_tokens=text.size("engram_compressed_vocab_size"),
-        pad_token=int(text.value("engram_pad_token_id")),
+        pad_token=text.index("engram_pad_token_id", vocab_size),
     )
 
 

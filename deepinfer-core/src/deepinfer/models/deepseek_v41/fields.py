@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from deepinfer.errors import ModelLoadError, UnsupportedError
+from deepinfer.errors import ModelLoadError, UnsupportedError, shown
 
 
 class Fields:
@@ -44,12 +45,19 @@ class Fields:
             raise self._wrong(name, found, "a positive number is needed")
         return found
 
-    def real(self, name: str) -> float:
-        """A number above 0."""
-        found = float(self.value(name))
-        if not found > 0:
-            raise self._wrong(name, found, "a number above 0 is needed")
+    def index(self, name: str, count: int) -> int:
+        """A whole number below ``count``, from 0 on: an id, a layer."""
+        found = self.value(name)
+        if not isinstance(found, int) or not 0 <= found < count:
+            raise self._wrong(name, found, f"a whole number from 0 to {count - 1} is needed")
         return found
+
+    def real(self, name: str) -> float:
+        """A number above 0 that float64 has."""
+        found = self.value(name)
+        if not 0 < found <= sys.float_info.max:
+            raise self._wrong(name, found, "a number above 0 is needed")
+        return float(found)
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers from 0 on."""
@@ -88,5 +96,6 @@ class Fields:
 
     def _wrong(self, name: str, found: Any, need: str) -> ModelLoadError:
         return ModelLoadError(
-            f"The model's config.json has {self._where}.{name}={found!r}; {need}.", setting=name
+            f"The model's config.json has {self._where}.{name}={shown(found)}; {need}.",
+            setting=name,
         )

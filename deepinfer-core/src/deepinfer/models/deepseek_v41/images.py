@@ -74,6 +74,12 @@ class VisionConfig:
             min_pixels=fields.size("min_pixels"),
         )
         fields.refuse_rest(frozenset({"model_type", "dtype", "torch_dtype"}))
+        if config.hidden_size % (4 * config.heads):
+            raise ModelLoadError(
+                f"The model's config.json has vision_config.num_attention_heads={config.heads}: "
+                f"hidden_size={config.hidden_size} does not give each a multiple of 4 values.",
+                setting="num_attention_heads",
+            )
         if config.max_tokens < LEAST:
             raise ModelLoadError(
                 f"The model's config.json has vision_config.max_image_tokens={config.max_tokens}; "
