@@ -205,11 +205,11 @@ def test_transformers_renders_the_same():
     )
     tool = {"type": "function", "function": {"name": "f", "description": "<é>"}}
     templates = [CHATML, "{{ bos_token }}{{ tools|tojson(indent=4) }}{{ messages|tojson }}"]
-    for template in templates:
+    for template, tools in zip(templates, (None, [tool]), strict=True):  # CHATML knows no tools
         expected = theirs.apply_chat_template(
-            HELLO, tools=[tool], chat_template=template, tokenize=False, add_generation_prompt=True
+            HELLO, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
         )
-        assert rendered(template, tools=[tool]) == expected
+        assert rendered(template, tools=tools) == expected
 
 
 @pytest.mark.model

@@ -310,7 +310,7 @@ def whole(write_gguf):
 
 @pytest.fixture
 def whole_bytes(whole):
-    return whole.read_bytes()
+    return memoryview(whole.read_bytes())  # hypothesis prints arguments, and this one is short
 
 
 def test_a_file_cut_short_anywhere_is_refused_at_open(whole):
@@ -336,13 +336,16 @@ def test_other_magic_versions_and_byte_order_are_named(whole):
             GGUFFile(whole)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
-@given(data=st.data())
-def test_damaged_headers_never_raise_anything_else(whole, whole_bytes, data):
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
+)
+@given(
+    damage=st.lists(st.tuples(st.integers(0, 2600), st.integers(0, 255)), min_size=1, max_size=4)
+)
+def test_damaged_headers_never_raise_anything_else(whole, whole_bytes, damage):
     damaged = bytearray(whole_bytes)
-    for _ in range(data.draw(st.integers(1, 4))):
-        where = data.draw(st.integers(0, min(2600, len(damaged) - 1)))
-        damaged[where] = data.draw(st.integers(0, 255))
+    for where, byte in damage:
+        damaged[where % len(damaged)] = byte
     whole.write_bytes(damaged)
     try:
         checkpoint = GGUFCheckpoint(whole)

@@ -152,7 +152,7 @@ class GGUFCheckpoint:
 def _unpermuted(raw: Any, heads: int, path: Path, name: str) -> Any:
     """Undo the row order of interleaved rope: pairs lie side by side, halves are wanted."""
     rows = raw.shape[0]
-    if rows % (2 * heads):
+    if not heads or rows % (2 * heads):
         raise ModelLoadError(
             f"{path}: {name!r} has {rows} rows, which {heads} heads do not divide.", setting="model"
         )

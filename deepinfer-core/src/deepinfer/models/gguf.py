@@ -233,6 +233,8 @@ class _Reader:
             self.fail(f"tensor {name!r} declares {n_dims} dimensions; 1 to {_MAX_DIMS} are known")
         where = f"the entry of tensor {name!r}"
         dims = [self.number("<Q", where) for _ in range(n_dims)]
+        if 0 in dims:
+            self.fail(f"tensor {name!r} declares the empty shape {dims}")
         kind = self.number("<I", where)
         return name, tuple(reversed(dims)), kind, self.number("<Q", where)
 
