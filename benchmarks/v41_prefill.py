@@ -19,6 +19,7 @@ import json
 import random
 import tempfile
 import time
+from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 
@@ -89,23 +90,26 @@ def multiply_adds(config, length: int, first: int = 0) -> int:
     return total * config.index_heads * config.index_dim
 
 
-def measure(model: str, lengths: list[int], keep: int, repeats: int) -> list[dict[str, object]]:
-    """Modes one after the other in each repeat; the least time of each stands."""
+def measure(model: str, lengths: list[int], keep: int, tokens: int) -> list[dict[str, object]]:
+    """Modes in turn, short prompts several times, together ``tokens``; the least time stands."""
     best: dict[tuple[int, str], tuple[float, float, Clock]] = {}
-    kept, config = {}, read_config(model)
-    for _ in range(repeats):
-        for mode in MODES:
-            with engine(model, mode, keep, max(lengths)) as llm:
-                cut = llm.assembly.facts.kv.truncation
-                kept[mode] = None if cut is None else cut.keep
-                prefill(llm, 600)  # warms up
-                for length in lengths:
+    config = read_config(model)
+    with ExitStack() as stack:
+        engines = {
+            mode: stack.enter_context(engine(model, mode, keep, max(lengths))) for mode in MODES
+        }
+        cuts = {mode: llm.assembly.facts.kv.truncation for mode, llm in engines.items()}
+        for llm in engines.values():
+            prefill(llm, 600)  # warms up
+        for length in lengths:
+            for _ in range(max(1, tokens // length)):
+                for mode, llm in engines.items():
                     found = prefill(llm, length)
-                    best[length, mode] = min(
-                        best.get((length, mode), found), found, key=itemgetter(0)
-                    )
+                    before = best.get((length, mode), found)
+                    best[length, mode] = min(before, found, key=itemgetter(0))
                     print(f"  {mode} {length}: {found[0]:.2f} s", flush=True)
     rate = matmul_rate()
+    kept = {mode: None if cut is None else cut.keep for mode, cut in cuts.items()}
     return [row(best, at, kept[at[1]], config, rate) for at in best]
 
 
@@ -146,14 +150,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--keep", type=int, default=32, help="rows that compact keeps")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=65536, help="to run of each length")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     about = machine()
     with tempfile.TemporaryDirectory(prefix="v41-") as folder:
         model = write_model(Path(folder), max(args.lengths) + 64)
-        rows = measure(model, args.lengths, args.keep, args.repeats)
+        rows = measure(model, args.lengths, args.keep, args.tokens)
     show(rows)
     if args.json:
         made = {"machine": about, "keep": args.keep, "layers": LAYERS, "rows": rows}
