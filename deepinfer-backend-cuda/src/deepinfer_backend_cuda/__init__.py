@@ -1,0 +1,1 @@
+"""DeepInfer on NVIDIA GPUs. The window is ``plugin``; nothing here imports torch before it."""

@@ -1,0 +1,179 @@
+"""``plan_attention`` and ``attention``: tiles of a step, and how its pieces are walked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from deepinfer_backend_cuda.kernels import attention as kernels
+from deepinfer_backend_cuda.linear import _processors as processors
+
+PIECE = 256
+"""Keys of a piece: the split of every row at every length, see ``kernels.attention``."""
+PART_BYTES = 256 << 20
+"""Bound of the partial results of a split launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step's attention reads: block_table int32[n, W], kv_lengths int64[n], cu_q int32[n+1].
+
+    ``cuts``: tiles by their height and the number of tokens, made by the first layer.
+    """
+
+    block_table: Tensor
+    kv_lengths: Tensor
+    cu_q: Tensor
+    page_size: int
+    cuts: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = field(default_factory=dict)
+
+    def tiles(self, height: int, tokens: int) -> tuple[int, Tensor, Tensor]:
+        """(how many at most, request of each, first row of each)."""
+        known = self.cuts.get((height, tokens))
+        if known is None:
+            known = self.cuts[height, tokens] = self._cut(height, tokens)
+        return known
+
+    def _cut(self, height: int, tokens: int) -> tuple[int, Tensor, Tensor]:
+        requests = len(self.kv_lengths)
+        most = min(tokens, (tokens + (requests + 1) * (height - 1)) // height)
+        request = self.cu_q.new_empty(most)
+        first = self.cu_q.new_empty(most)
+        kernels.tiles_kernel[(requests + 1,)](
+            self.cu_q,
+            request,
+            first,
+            requests,
+            tokens,
+            most,
+            BQ=height,
+            N=max(16, triton.next_power_of_2(requests)),
+            BLOCK=128,
+            num_warps=4,
+        )
+        return most, request, first
+
+
+def plan_attention(block_table: Tensor, kv_lengths: Tensor, cu_q: Tensor, page_size: int) -> Plan:
+    """block_table int32[n, max_pages], kv_lengths int64[n], cu_q int32[n+1]; nothing is awaited."""
+    return Plan(block_table.int().contiguous(), kv_lengths.long(), cu_q.int(), page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tile of a head shape and dtype, whatever the step: ``tokens`` tokens times a head group."""
+
+    rows: int
+    tokens: int
+    keys: int
+    dim: int
+    warps: int
+    stages: int
+    precision: str
+
+
+def shape_of(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
+    """One shape for all steps: the row sums are ordered by it."""
+    dim = max(16, triton.next_power_of_2(head_dim))
+    if dtype is torch.bfloat16:
+        rows = max(64, triton.next_power_of_2(group))
+        warps = 4 if rows * dim <= 64 * 128 else 8
+        return Shape(rows, rows // group, 64 if dim <= 128 else 32, dim, warps, 3, "tf32")
+    rows = max(16, triton.next_power_of_2(group))
+    return Shape(rows, rows // group, 32, dim, 4, 1, "ieee")
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Plan,
+    scale: float,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q [T, HQ, D], caches [pages, page_size, HKV, D] -> (o [T, HQ, D], lse float32[T, HQ])."""
+    tokens, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    o = q.new_empty((tokens, heads, dim))
+    lse = q.new_empty((tokens, heads), dtype=torch.float32)
+    if not o.numel():
+        return o, lse
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    group = heads // kv_heads
+    shape = shape_of(group, dim, q.dtype)
+    most, request, first = plan.tiles(shape.tokens, tokens)
+    pieces = _split(plan, most * kv_heads, tokens * heads * dim, q.device)
+    part = state = lse
+    if pieces > 1:
+        part = lse.new_empty((tokens, heads, pieces, dim))
+        state = lse.new_empty((tokens, heads, pieces, 2))
+    shared: dict[str, Any] = {
+        "G": group,
+        "HKV": kv_heads,
+        "D": dim,
+        "BD": shape.dim,
+        "PIECE": PIECE,
+        "SINK": sink is not None,
+        "enable_fp_fusion": False,
+    }
+    where = (plan.kv_lengths, plan.cu_q, request, first, o, lse)
+    counts = (len(plan.kv_lengths), tokens, pieces)
+    kernels.attention_kernel[(most, kv_heads, pieces)](
+        q,
+        k_cache,
+        v_cache,
+        plan.block_table,
+        *where,
+        part,
+        state,
+        lse if sink is None else sink,
+        float(scale),
+        0.0 if softcap is None else float(softcap),
+        0 if window is None else window,
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        plan.block_table.stride(0),
+        *counts,
+        BQ=shape.tokens,
+        BM=shape.rows,
+        PAGE=plan.page_size,
+        BLOCK_N=shape.keys,
+        SPLIT=pieces > 1,
+        CAP=softcap is not None,
+        WINDOW=window is not None,
+        PRECISION=shape.precision,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **shared,
+    )
+    if pieces > 1:
+        kernels.merge_kernel[(most, kv_heads, shape.tokens)](
+            part,
+            state,
+            *where,
+            lse if sink is None else sink,
+            *counts,
+            GP=triton.next_power_of_2(group),
+            num_warps=max(1, min(4, shape.dim // 64)),
+            **shared,
+        )
+    return o, lse
+
+
+def _split(plan: Plan, programs: int, elements: int, device: torch.device) -> int:
+    """How many pieces run side by side: 1 where tiles fill the device, or partials would not fit.
+
+    The choice moves no bit.
+    """
+    pieces = triton.cdiv(plan.block_table.shape[1] * plan.page_size, PIECE)
+    if programs >= 2 * processors(device) or elements * pieces * 4 > PART_BYTES:
+        return 1
+    return max(1, pieces)

@@ -1,0 +1,81 @@
+"""The backend: what it claims, the device it opens, the ops it provides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+from deepinfer.api import BackendFacts, Impl, OpContext
+from deepinfer.api.ops import OP_NAMES
+from deepinfer.ops import invariant
+
+from deepinfer_backend_cuda import attention, layers, linear, rows, sampling
+from deepinfer_backend_cuda.device import CudaDevice
+
+MAX_HEAD_DIM = 256
+"""Wider heads do not fit a tile; such an engine's attention runs the reference."""
+
+
+class CudaBackend:
+    """NVIDIA GPUs by way of Triton kernels, and of torch for what has none."""
+
+    name = "cuda"
+    device_type = "cuda"
+    comm = "nccl"
+
+    def facts(self) -> BackendFacts:
+        """Every op is batch-invariant: the kernels by their reduction order, the others because
+        they are row-exact references (``deepinfer.ops.invariant.ROW_EXACT``) on this device too.
+        """
+        properties = torch.cuda.get_device_properties(0)
+        return BackendFacts(
+            dtypes=frozenset({"float32", "bfloat16"}),
+            memory_bytes=properties.total_memory,
+            page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
+            invariant=frozenset(OP_NAMES),
+            graphs=True,
+            step_tokens=8192,
+            notes={
+                "device": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "triton": triton.__version__,
+            },
+        )
+
+    def open(self, local_rank: int) -> CudaDevice:
+        """GPU ``local_rank``."""
+        return CudaDevice(local_rank)
+
+    def provide(self, ctx: OpContext) -> Mapping[str, Impl]:
+        """One set, whether invariance is asked for or not; ``route`` is the one op whose
+        invariant variant is not its reference.
+        """
+        provided = {name: Impl(fn) for name, fn in _OPS.items()}
+        if ctx.invariant:
+            provided["route"] = Impl(invariant.route)
+        if ctx.head_dim is None or ctx.head_dim <= MAX_HEAD_DIM:
+            provided |= {name: Impl(fn) for name, fn in _ATTENTION.items()}
+            provided["decoder_layers"] = Impl(layers.Layers(ctx.device))
+        elif ctx.invariant:
+            provided["attention"] = Impl(invariant.attention)
+        return provided
+
+
+_OPS: Mapping[str, Callable[..., Any]] = {
+    "linear": linear.linear,
+    "grouped_linear": linear.grouped_linear,
+    "rms_norm": rows.rms_norm,
+    "add_rms_norm": rows.add_rms_norm,
+    "silu_mul": rows.silu_mul,
+    "rope": rows.rope,
+    "kv_write": rows.kv_write,
+    "mlp_block": layers.mlp_block,
+    "gumbel_argmax": sampling.gumbel_argmax,
+}
+_ATTENTION: Mapping[str, Callable[..., Any]] = {
+    "plan_attention": attention.plan_attention,
+    "attention": attention.attention,
+    "attention_block": layers.attention_block,
+}

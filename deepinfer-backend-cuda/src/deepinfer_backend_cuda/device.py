@@ -1,0 +1,71 @@
+"""One opened GPU: futures through pinned memory, graphs, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_backend_cuda.graphs import Graphs
+
+
+class CudaDevice:
+    """GPU ``rank``. Work runs on the stream that is current on the calling thread."""
+
+    def __init__(self, rank: int) -> None:
+        self.torch_device = torch.device("cuda", rank)
+        self._graphs: Graphs | None = Graphs(self.torch_device)
+
+    def future(self, *tensors: Tensor) -> CudaFuture:
+        """Copies that take their place in the stream: what is queued later comes later."""
+        return CudaFuture(tensors, self.torch_device)
+
+    def capture(self, fn: Callable[..., Any], shape: int) -> Callable[..., Any]:
+        """A CUDA graph of ``fn()``, which is run once before; its outputs are overwritten by the
+        next replay. ``shape`` is the caller's business: a graph has the shapes it was made with.
+        """
+        assert self._graphs is not None, "the device is closed"
+        return self._graphs.capture(fn)
+
+    def free_bytes(self) -> int:
+        """What the driver has free, and what torch holds of it without using it."""
+        with torch.cuda.device(self.torch_device):
+            free, _ = torch.cuda.mem_get_info()
+            held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return free + held
+
+    def synchronize(self) -> None:
+        """Wait for everything that was queued."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        """Wait, then give cached memory back to the driver."""
+        if self._graphs is None:
+            return
+        self._graphs = None
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+
+
+class CudaFuture:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+        self._tensors = tuple(
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(
+                t.detach(), non_blocking=True
+            )
+            for t in tensors
+        )
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(device))
+
+    def result(self) -> tuple[Tensor, ...]:
+        """Wait for the copies."""
+        self._arrived.synchronize()
+        return self._tensors
+
+    def done(self) -> bool:
+        return bool(self._arrived.query())

@@ -1,0 +1,48 @@
+"""CUDA graphs: capture what a function launches, replay it as one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Graphs:
+    """Captures that share one pool of memory, so that they may not overlap: replays follow each
+    other on one stream, and what one returns is read before another is replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def capture(self, fn: Callable[[], Any]) -> Callable[..., Any]:
+        """Run ``fn`` once, so that kernels are compiled, then record it. Returns the replay."""
+        fn()
+        return self.record(fn)
+
+    def record(self, fn: Callable[[], Any]) -> Callable[..., Any]:
+        """Record without running; everything that ``fn`` launches must be compiled already.
+
+        Other threads may go on allocating: only this thread's calls are watched.
+        """
+        here = torch.cuda.current_stream(self._device)
+        side = torch.cuda.Stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = fn()
+            finally:
+                graph.capture_end()
+        here.wait_stream(side)
+
+        def replay(*_: Any) -> Any:
+            graph.replay()
+            return out
+
+        return replay

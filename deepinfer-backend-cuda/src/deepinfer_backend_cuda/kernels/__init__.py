@@ -1,0 +1,1 @@
+"""Triton kernels, one file for each family. A kernel's reduction order is in its docstring."""

@@ -1,0 +1,254 @@
+"""Paged attention: one kernel for prefill, chunks, decode and verification.
+
+A row's definition, which knows nothing of its batch: keys are walked in pieces of PIECE at absolute
+positions 0, PIECE, …; in a piece an online softmax takes BLOCK_N keys at a time, ascending; pieces
+are merged ascending by ``_merge``. A step in which a row sees nothing changes none of its bits, so
+rows share tiles freely. Whether a program walks all pieces itself or one piece, and another kernel
+merges, is the launch's choice: same arithmetic, same order. Launch with ``enable_fp_fusion=False``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=["requests", "tokens", "tiles"])
+def tiles_kernel(
+    cu_q_ptr, request_ptr, first_ptr, requests, tokens, tiles,
+    BQ: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut each request's query rows into tiles of BQ: request and first row of each tile.
+
+    Request ``requests`` stands for rows that nobody owns, ``requests + 1`` for no tile at all.
+    """
+    b = tl.program_id(0)
+    other = tl.arange(0, N)
+    mask = other < requests
+    begin = tl.load(cu_q_ptr + other, mask=mask, other=0)
+    end = tl.load(cu_q_ptr + other + 1, mask=mask, other=0)
+    counts = (end - begin + BQ - 1) // BQ
+    place = tl.sum(tl.where(other < b, counts, 0), 0)
+    mine = tl.sum(tl.where(other == b, counts, 0), 0)
+    if b == requests:
+        mine = (tokens - tl.load(cu_q_ptr + requests) + BQ - 1) // BQ
+    for at in tl.range(0, mine, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        tl.store(request_ptr + place + i, tl.zeros_like(i) + b, mask=i < mine)
+        tl.store(first_ptr + place + i, i * BQ, mask=i < mine)
+    if b == requests:
+        for at in tl.range(place + mine, tiles, BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            tl.store(request_ptr + i, tl.zeros_like(i) + requests + 1, mask=i < tiles)
+
+
+@triton.jit
+def _block(
+    q, m, l, acc, at, keys, position, k_ptr, v_ptr, table, scale, softcap, window,
+    k_page, k_line, v_page, v_line,
+    D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    EDGE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: keys ``at … at + BLOCK_N − 1``.
+
+    EDGE: not every row sees all of them. A value that is no number then counts for the rows that
+    see it only (their sum becomes NaN), since 0 · NaN is NaN.
+    """
+    n = at + tl.arange(0, BLOCK_N)
+    od = tl.arange(0, BD)
+    mask = (od < D)[None, :]
+    if EDGE:
+        page = tl.load(table + n // PAGE, mask=n < keys, other=0).to(tl.int64)
+        mask = mask & (n < keys)[:, None]
+    else:
+        page = tl.load(table + n // PAGE).to(tl.int64)
+        mask = tl.broadcast_to(mask, (BLOCK_N, BD))
+    line = n % PAGE
+    k = tl.load(k_ptr + (page * k_page + line * k_line)[:, None] + od[None, :], mask=mask, other=0)
+    s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+    if CAP:
+        s = s / softcap
+        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E))))
+    s = s * LOG2E
+    v = tl.load(v_ptr + (page * v_page + line * v_line)[:, None] + od[None, :], mask=mask, other=0)
+    if EDGE:
+        seen = n[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (n[None, :] > position[:, None] - window)
+        s = tl.where(seen, s, float("-inf"))
+        odd = v.to(tl.float32) * 0.0 != 0.0
+        v = tl.where(odd, 0.0, v).to(v.dtype)
+        spoilt = tl.max(odd.to(tl.int32), 1)
+        spoilt = tl.max(tl.where(seen, tl.broadcast_to(spoilt[None, :], seen.shape), 0), 1)
+    best = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(best == float("-inf"), 0.0, best)
+    p = tl.exp2(s - base[:, None])
+    keep = tl.exp2(m - base)
+    l = tl.fma(l, keep, tl.sum(p, 1))
+    if EDGE:
+        l = tl.where(spoilt > 0, float("nan"), l)
+    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+    return best, l, acc
+
+
+@triton.jit
+def _merge(top, total, acc, m, l, part):
+    """The state of the pieces so far, and of one more."""
+    best = tl.maximum(top, m)
+    base = tl.where(best == float("-inf"), 0.0, best)
+    keep, add = tl.exp2(top - base), tl.exp2(m - base)
+    total = tl.fma(total, keep, l * add)
+    acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), part * add[:, None])
+    return best, total, acc
+
+
+@triton.jit
+def _finish(top, total, acc, sink, HAS_SINK: tl.constexpr):
+    """(o, lse) of the last state; a row that saw nothing gives 0 and −inf, NaN stays NaN."""
+    empty = (top == float("-inf")) & (total == 0.0)
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2)
+    o = tl.div_rn(acc, tl.broadcast_to(tl.where(empty, 1.0, total)[:, None], acc.shape))
+    if HAS_SINK:
+        o = o * tl.div_rn(1.0, 1.0 + tl.exp2((sink - lse) * LOG2E))[:, None]
+    return tl.where(empty[:, None], 0.0, o), lse
+
+
+@triton.jit(do_not_specialize=["requests", "tokens", "pieces"])
+def attention_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, cu_q_ptr, request_ptr, first_ptr, o_ptr, lse_ptr,
+    part_ptr, state_ptr, sink_ptr, scale, softcap, window,
+    q_row, q_head, k_page, k_line, k_head, v_page, v_line, v_head, table_row,
+    requests, tokens, pieces,
+    G: tl.constexpr, HKV: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr,
+    SPLIT: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BQ query rows of one request times the G heads of one cached head: BM rows of a tile.
+
+    q [T, HKV·G, D]; o, lse contiguous. SPLIT: program (·, ·, s) stores piece s of each row to
+    ``part`` float32[T, HQ, pieces, D] and (max, sum) to ``state`` float32[T, HQ, pieces, 2].
+    """
+    tile = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.load(request_ptr + tile)
+    if b <= requests:
+        first = tl.load(first_ptr + tile)
+        begin = tl.load(cu_q_ptr + b)
+        count = tokens - begin
+        length = 0
+        if b < requests:
+            count = tl.load(cu_q_ptr + b + 1) - begin
+            length = tl.load(lengths_ptr + b).to(tl.int32)
+        rm = tl.arange(0, BM)
+        j, head = first + rm // G, h * G + rm % G
+        real = (rm < BQ * G) & (j < count)
+        position = tl.where(real & (b < requests), length - count + j, -1)
+        keys = tl.max(position, 0) + 1  # how many the tile's last row sees
+        least = tl.min(tl.where(real, position, 2147483647), 0) + 1  # … and its first row
+        low = 0
+        if WINDOW:
+            low = tl.maximum(least - window, 0)
+            low = tl.minimum(low, tl.maximum(keys - 1, 0)) // BLOCK_N * BLOCK_N
+        table = table_ptr + b.to(tl.int64) * table_row
+        od = tl.arange(0, BD)
+        dim = od < D
+        row = (begin + j).to(tl.int64)
+        q = tl.load(
+            q_ptr + (row * q_row + head * q_head)[:, None] + od[None, :],
+            mask=real[:, None] & dim[None, :],
+            other=0,
+        )
+        top = tl.full((BM,), float("-inf"), tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        out = tl.zeros((BM, BD), tl.float32)
+        if SPLIT:
+            piece0 = tl.program_id(2)
+            piece1 = tl.minimum(piece0 + 1, tl.cdiv(keys, PIECE))
+        else:
+            piece0, piece1 = low // PIECE, tl.cdiv(keys, PIECE)
+        for piece in tl.range(piece0, piece1):
+            m = tl.full((BM,), float("-inf"), tl.float32)
+            l = tl.zeros((BM,), tl.float32)
+            acc = tl.zeros((BM, BD), tl.float32)
+            n0 = tl.maximum(piece * PIECE, low)
+            n1 = tl.minimum((piece + 1) * PIECE, keys)
+            # Blocks that all rows see whole, then those on the diagonal.
+            whole = n0 if WINDOW else tl.maximum(n0, tl.minimum(n1, least // BLOCK_N * BLOCK_N))
+            for at in tl.range(n0, whole, BLOCK_N):
+                m, l, acc = _block(
+                    q, m, l, acc, at, keys, position, k_ptr + h * k_head, v_ptr + h * v_head, table,
+                    scale, softcap, window, k_page, k_line, v_page, v_line,
+                    D, BD, PAGE, BLOCK_N, False, CAP, WINDOW, PRECISION,
+                )  # fmt: skip
+            for at in tl.range(whole, n1, BLOCK_N, num_stages=1):
+                m, l, acc = _block(
+                    q, m, l, acc, at, keys, position, k_ptr + h * k_head, v_ptr + h * v_head, table,
+                    scale, softcap, window, k_page, k_line, v_page, v_line,
+                    D, BD, PAGE, BLOCK_N, True, CAP, WINDOW, PRECISION,
+                )  # fmt: skip
+            if SPLIT:
+                at_part = (row * (HKV * G) + head) * pieces + piece
+                tl.store(
+                    part_ptr + at_part[:, None] * D + od[None, :],
+                    acc,
+                    mask=real[:, None] & dim[None, :],
+                )
+                tl.store(state_ptr + at_part * 2, m, mask=real)
+                tl.store(state_ptr + at_part * 2 + 1, l, mask=real)
+            else:
+                top, total, out = _merge(top, total, out, m, l, acc)
+        if not SPLIT:
+            sink = tl.zeros((BM,), tl.float32)
+            if SINK:
+                sink = tl.load(sink_ptr + head, mask=real, other=0)
+            o, lse = _finish(top, total, out, sink, SINK)
+            at_row = row * (HKV * G) + head
+            to = o_ptr + at_row[:, None] * D + od[None, :]
+            tl.store(to, o.to(o_ptr.dtype.element_ty), mask=real[:, None] & dim[None, :])
+            tl.store(lse_ptr + at_row, lse, mask=real)
+
+
+@triton.jit(do_not_specialize=["requests", "tokens", "pieces"])
+def merge_kernel(
+    part_ptr, state_ptr, lengths_ptr, cu_q_ptr, request_ptr, first_ptr, o_ptr, lse_ptr, sink_ptr,
+    requests, tokens, pieces,
+    G: tl.constexpr, GP: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    PIECE: tl.constexpr, SINK: tl.constexpr,
+):  # fmt: skip
+    """Merge the pieces of a row's G heads, ascending: program (tile, cached head, row of tile)."""
+    b = tl.load(request_ptr + tl.program_id(0))
+    if b <= requests:
+        h = tl.program_id(1)
+        j = tl.load(first_ptr + tl.program_id(0)) + tl.program_id(2)
+        begin = tl.load(cu_q_ptr + b)
+        count = tokens - begin
+        keys = 0
+        if b < requests:
+            count = tl.load(cu_q_ptr + b + 1) - begin
+            keys = tl.load(lengths_ptr + b).to(tl.int32) - count + j + 1
+        if j < count:
+            g, od = tl.arange(0, GP), tl.arange(0, BD)
+            real, dim = g < G, od < D
+            at_row = (begin + j).to(tl.int64) * (HKV * G) + h * G + g
+            top = tl.full((GP,), float("-inf"), tl.float32)
+            total = tl.zeros((GP,), tl.float32)
+            acc = tl.zeros((GP, BD), tl.float32)
+            mask = real[:, None] & dim[None, :]
+            for piece in tl.range(0, tl.cdiv(tl.maximum(keys, 0), PIECE)):
+                at = at_row * pieces + piece
+                m = tl.load(state_ptr + at * 2, mask=real, other=float("-inf"))
+                l = tl.load(state_ptr + at * 2 + 1, mask=real, other=0)
+                part = tl.load(part_ptr + at[:, None] * D + od[None, :], mask=mask, other=0)
+                top, total, acc = _merge(top, total, acc, m, l, part)
+            sink = tl.zeros((GP,), tl.float32)
+            if SINK:
+                sink = tl.load(sink_ptr + h * G + g, mask=real, other=0)
+            o, lse = _finish(top, total, acc, sink, SINK)
+            tl.store(
+                o_ptr + at_row[:, None] * D + od[None, :], o.to(o_ptr.dtype.element_ty), mask=mask
+            )
+            tl.store(lse_ptr + at_row, lse, mask=real)

@@ -1,0 +1,137 @@
+"""Kernels whose unit is a row: norms, gate, rotation, cache write. float32, rounded once.
+
+A row is one program and one tile, so its additions are ordered by its width alone; launches pass
+``enable_fp_fusion=False``, so no multiply-add is contracted one way here and another way there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["heads"])
+def rms_norm_kernel(
+    x_ptr, r_ptr, w_ptr, y_ptr, total_ptr, heads, x_row, x_head, r_row, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Row (t, h) of x [T, heads, WIDTH]: y = x · rsqrt(mean(x²) + eps) · w, contiguous.
+
+    ADD (heads 1): first total = x + r, rounded to x's type and stored. The sum over the row is one
+    ``tl.sum`` over BLOCK = the next power of two of WIDTH.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    x = tl.load(x_ptr + (row // heads) * x_row + (row % heads) * x_head + cols, mask=mask, other=0)
+    x = x.to(tl.float32)
+    if ADD:
+        x += tl.load(r_ptr + row * r_row + cols, mask=mask, other=0).to(tl.float32)
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * WIDTH + cols, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(x * x, 0), WIDTH * 1.0) + eps))
+    y = x * scale
+    if WEIGHTED:
+        y = y * tl.load(w_ptr + cols, mask=mask, other=0).to(tl.float32)
+    tl.store(y_ptr + row * WIDTH + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def silu_mul_kernel(x_ptr, y_ptr, x_row, width, limit, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
+    """y[t, i] = silu(x[t, i]) · x[t, width + i]; elementwise."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    gate = tl.load(x_ptr + row * x_row + cols, mask=mask, other=0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_row + width + cols, mask=mask, other=0).to(tl.float32)
+    if LIMITED:
+        gate = tl.where(gate > limit, limit, gate)  # NaN stays
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    y = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotated(x_ptr, angle_ptr, cols, mask, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Elements ``cols`` of one head after the rotation: x·cos ∓ partner·sin, float32."""
+    if INTERLEAVED:
+        pair, first = cols // 2, cols % 2 == 0
+        partner = tl.where(first, cols + 1, cols - 1)
+    else:
+        pair, first = cols % (R // 2), cols < R // 2
+        partner = tl.where(first, cols + R // 2, cols - R // 2)
+    turned = mask & (cols < R)
+    x = tl.load(x_ptr + cols, mask=mask, other=0).to(tl.float32)
+    other = tl.load(x_ptr + partner, mask=turned, other=0).to(tl.float32)
+    cos = tl.load(angle_ptr + pair, mask=turned, other=1)
+    sin = tl.load(angle_ptr + R // 2 + pair, mask=turned, other=0)
+    return tl.where(turned, x * cos + tl.where(first, -(other * sin), other * sin), x)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def rope_kernel(
+    x_ptr, y_ptr, pos_ptr, angles_ptr, heads, x_row, x_head,
+    D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Head (t, h) of x [T, heads, D] rotated by its position's angles float32[P, R], contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < D
+    angle = angles_ptr + tl.load(pos_ptr + row // heads) * R
+    x = x_ptr + (row // heads) * x_row + (row % heads) * x_head
+    y = _rotated(x, angle, cols, mask, R, INTERLEAVED)
+    tl.store(y_ptr + row * D + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, pos_ptr, slot_ptr, angles_ptr, qkv_row, k_page, k_line, v_page,
+    v_line, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Of a row of qkv [T, (HQ + 2·HKV)·D]: queries rotated to q [T, HQ, D], keys rotated and values
+    as they are to their cache lines (slot −1: nowhere). The same bits as rope, then kv_write.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < D
+    x = qkv_ptr + t * qkv_row + head * D
+    angle = angles_ptr + tl.load(pos_ptr + t) * R
+    if head < HQ:
+        y = _rotated(x, angle, cols, mask, R, False)
+        tl.store(q_ptr + (t * HQ + head) * D + cols, y.to(q_ptr.dtype.element_ty), mask=mask)
+    else:
+        slot = tl.load(slot_ptr + t)
+        if slot >= 0:
+            page, line = slot // PAGE, slot % PAGE
+            if head < HQ + HKV:
+                y = _rotated(x, angle, cols, mask, R, False).to(qkv_ptr.dtype.element_ty)
+                to = k_ptr + page * k_page + line * k_line + (head - HQ) * D + cols
+                tl.store(to, y.to(k_ptr.dtype.element_ty), mask=mask)
+            else:
+                y = tl.load(x + cols, mask=mask)
+                to = v_ptr + page * v_page + line * v_line + (head - HQ - HKV) * D + cols
+                tl.store(to, y.to(v_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def kv_write_kernel(
+    k_ptr, v_ptr, kc_ptr, vc_ptr, slot_ptr, heads, k_row, k_head, v_row, v_head, k_page, k_line,
+    v_page, v_line, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Head (t, h) of k and v [T, heads, D] to line ``slot % PAGE`` of page ``slot // PAGE``."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    slot = tl.load(slot_ptr + t)
+    if slot >= 0:
+        cols = tl.arange(0, BLOCK)
+        mask = cols < D
+        page, line = slot // PAGE, slot % PAGE
+        k = tl.load(k_ptr + t * k_row + h * k_head + cols, mask=mask)
+        v = tl.load(v_ptr + t * v_row + h * v_head + cols, mask=mask)
+        to = page * k_page + line * k_line + h * D + cols
+        tl.store(kc_ptr + to, k.to(kc_ptr.dtype.element_ty), mask=mask)
+        to = page * v_page + line * v_line + h * D + cols
+        tl.store(vc_ptr + to, v.to(vc_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,199 @@
+"""``attention_block`` and ``decoder_layers``: the same kernels, fewer launches.
+
+Decode steps run as CUDA graphs, one for each tier of tokens and of block-table width, made at a
+tier's second step. A graph runs what an eager step runs, and no kernel's bits depend on the number
+of rows, so neither padding nor replay shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from deepinfer.api.model import DeviceBatch, KVPools
+from deepinfer.ops.reference.blocks import AttentionParams, LayerParams
+from torch import Tensor
+
+from deepinfer_backend_cuda import rows
+from deepinfer_backend_cuda.attention import Plan, attention
+from deepinfer_backend_cuda.graphs import Graphs
+from deepinfer_backend_cuda.linear import linear
+
+MOST_TOKENS = 256
+"""Steps of more rows are not worth a graph: launches hide behind the work."""
+
+
+def attention_block(
+    x: Tensor,
+    residual: Tensor | None,
+    params: AttentionParams,
+    batch: DeviceBatch,
+    kv: tuple[Tensor, Tensor],
+    cos_sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Norm, projection, rotation with the cache write, attention, projection."""
+    x, residual = _join(x, residual, params.norm, params.eps)
+    heads = (params.heads, params.kv_heads, params.head_dim)
+    qkv = linear(x, params.qkv, params.qkv_bias)
+    if params.q_norm is None:
+        q = rows.rope_write(qkv, heads, batch.positions, cos_sin, kv, batch.kv_slots)
+    else:
+        q = _normed(qkv, heads, params, batch, kv, cos_sin)
+    out, _ = attention(q, *kv, batch.attn, params.head_dim**-0.5, params.window)
+    return linear(out.flatten(1), params.o, params.o_bias), residual
+
+
+def _normed(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    params: AttentionParams,
+    batch: DeviceBatch,
+    kv: tuple[Tensor, Tensor],
+    cos_sin: Tensor,
+) -> Tensor:
+    """Queries of a model that normalises heads; its keys and values go to the cache."""
+    hq, hkv, dim = heads
+    lines = qkv.view(len(qkv), hq + 2 * hkv, dim)
+    q = rows.rms_norm(lines[:, :hq], params.q_norm, params.head_eps)
+    k = rows.rms_norm(lines[:, hq : hq + hkv], params.k_norm, params.head_eps)
+    k = rows.rope(k, batch.positions, cos_sin)
+    rows.kv_write(k, lines[:, hq + hkv :], *kv, batch.kv_slots)
+    return rows.rope(q, batch.positions, cos_sin)
+
+
+def mlp_block(
+    x: Tensor, residual: Tensor, norm: Tensor | None, eps: float, gate_up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Norm, gate and up, gate · up, down."""
+    x, residual = _join(x, residual, norm, eps)
+    return linear(rows.silu_mul(linear(x, gate_up)), down), residual
+
+
+def _join(
+    x: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    if residual is None:
+        return rows.rms_norm(x, norm, eps), x
+    return rows.add_rms_norm(x, residual, norm, eps)
+
+
+def all_layers(
+    x: Tensor,
+    layers: Sequence[LayerParams],
+    batch: DeviceBatch,
+    kv: KVPools,
+    cos_sin: Tensor,
+) -> Tensor:
+    """Rows [T, H] through all layers, launch by launch."""
+    residual: Tensor | None = None
+    for index, (attn, mlp) in enumerate(layers):
+        x, residual = attention_block(x, residual, attn, batch, kv.layer(index), cos_sin)
+        x, residual = mlp_block(x, residual, *mlp)
+    assert residual is not None, "there is at least one layer"
+    return x + residual
+
+
+@dataclass(slots=True)
+class _Stage:
+    """The standing inputs of a graph, its replay once it is recorded, and what it returns."""
+
+    x: Tensor
+    batch: DeviceBatch
+    plan: Plan
+    replay: Callable[[], Tensor] | None = None
+
+
+class Layers:
+    """``decoder_layers`` of one engine, with its graphs.
+
+    Args:
+        device: where they run.
+        graphs: False: every step is launched kernel by kernel.
+    """
+
+    def __init__(self, device: torch.device, graphs: bool = True) -> None:
+        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
+        self._stages: dict[tuple[int, int], _Stage] = {}
+        self._of: tuple[Any, Any] = (None, None)
+
+    def __call__(
+        self,
+        x: Tensor,
+        layers: Sequence[LayerParams],
+        batch: DeviceBatch,
+        kv: KVPools,
+        cos_sin: Tensor,
+    ) -> Tensor:
+        """The op. A decode step, one row for each request, is staged and replayed."""
+        tokens = len(x)
+        plan = batch.attn
+        if self._graphs is None or tokens > MOST_TOKENS or tokens != len(plan.kv_lengths):
+            return all_layers(x, layers, batch, kv, cos_sin)
+        if self._of[0] is not layers or self._of[1] is not kv:
+            self._stages.clear()
+            self._of = (layers, kv)
+        key = tier(tokens), triton.next_power_of_2(plan.block_table.shape[1])
+        new = key not in self._stages
+        if new:
+            self._stages[key] = _stage(*key, x, plan)
+        stage = self._stages[key]
+        _fill(stage, x, batch, plan)
+
+        def run() -> Tensor:
+            # Tiles are cut inside: they belong to the step, not to the stage.
+            inside = replace(stage.batch, attn=replace(stage.plan, cuts={}))
+            return all_layers(stage.x, layers, inside, kv, cos_sin)
+
+        if new:
+            return run()[:tokens]
+        if stage.replay is None:
+            stage.replay = self._graphs.record(run)
+        return stage.replay()[:tokens]
+
+
+def tier(tokens: int) -> int:
+    """The number of rows that a graph for ``tokens`` rows has."""
+    if tokens <= 8:
+        return triton.next_power_of_2(tokens)
+    step = 8 if tokens <= 64 else 16 if tokens <= 128 else 32
+    return -(-tokens // step) * step
+
+
+def _stage(tokens: int, width: int, x: Tensor, plan: Plan) -> _Stage:
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=x.device)
+
+    where = zeros(tokens, dtype=torch.int64)
+    mine = Plan(
+        zeros(tokens, width, dtype=torch.int32),
+        zeros(tokens, dtype=torch.int64),
+        zeros(tokens + 1, dtype=torch.int32),
+        plan.page_size,
+    )
+    batch = DeviceBatch(
+        ids=where,
+        positions=zeros(tokens, dtype=torch.int64),
+        row_of_token=where,
+        kv_slots=zeros(tokens, dtype=torch.int64),
+        attn=mine,
+        logit_rows=where,
+    )
+    return _Stage(x.new_zeros((tokens, x.shape[1])), batch, mine)
+
+
+def _fill(stage: _Stage, x: Tensor, batch: DeviceBatch, plan: Plan) -> None:
+    """The step's inputs; rows behind them belong to nobody and write nowhere."""
+    tokens, width = plan.block_table.shape
+    stage.x[:tokens] = x
+    stage.batch.positions[:tokens] = batch.positions
+    stage.batch.kv_slots[:tokens] = batch.kv_slots
+    stage.plan.block_table[:tokens, :width] = plan.block_table
+    stage.plan.kv_lengths[:tokens] = plan.kv_lengths
+    stage.plan.cu_q[: tokens + 1] = plan.cu_q
+    if tokens < len(stage.x):
+        stage.batch.kv_slots[tokens:] = -1
+        stage.plan.kv_lengths[tokens:] = 0
+        stage.plan.cu_q[tokens + 1 :] = tokens

@@ -1,0 +1,181 @@
+"""``linear`` and ``grouped_linear``: which kernel, which tile.
+
+The kernel is chosen by weight and dtype alone; the tile may follow M, since it moves no bit
+(``kernels.gemm``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from deepinfer_backend_cuda.kernels import gemm as kernels
+
+SHARED_BYTES = 232448 - 1024
+"""Shared memory that one program may take on SM90 and SM100, less barriers."""
+_OUT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows, columns, depth of a tile; warps and pipeline stages."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    swap: bool = False
+
+    def fitting(self, out_bytes: int) -> Tile:
+        """With as few stages fewer as shared memory asks for. They never touch the arithmetic."""
+        tile = self
+        while tile.stages > 1:
+            inputs = tile.stages * (tile.m + tile.n) * tile.k * 2
+            if inputs + tile.m * tile.n * out_bytes <= SHARED_BYTES:
+                break
+            tile = replace(tile, stages=tile.stages - 1)
+        return tile
+
+
+@cache
+def tile_for(rows: int, n: int, out_bytes: int) -> Tile:
+    """By a bucket of M (``bucket``) and N, from measurements on an H200."""
+    return _tile_for(rows, n).fitting(out_bytes)
+
+
+def bucket(rows: int) -> int:
+    """The M that tiles are chosen for: the next of 16, 32, 64, 256, 512."""
+    return next((limit for limit in (16, 32, 64, 256) if rows <= limit), 512)
+
+
+def _tile_for(rows: int, n: int) -> Tile:
+    if rows <= 32:
+        if n >= 16384:
+            return Tile(16, 128, 128, 4, 4, swap=True)
+        return Tile(rows, 64, 128, 4, 5, swap=True)
+    if rows <= 64:
+        if n < 2048:
+            return Tile(16, 64, 128, 4, 5, swap=True)
+        if n <= 4096:
+            return Tile(64, 32, 128, 4, 5)
+        return Tile(64, 64, 128, 4, 4) if n < 16384 else Tile(64, 256, 64, 4, 4)
+    if rows <= 256:
+        if n < 1024:
+            return Tile(32, 64, 128, 4, 5, swap=True)
+        if n < 3072:
+            return Tile(64, 64, 128, 4, 4)
+        if n <= 4096:
+            return Tile(128, 64, 128, 4, 4)
+        return Tile(128, 128, 64, 8, 4) if n < 16384 else Tile(128, 256, 64, 8, 3)
+    return Tile(128, 128, 64, 4, 4) if n < 1024 else Tile(128, 256, 64, 8, 3)
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [..., K], w [N, K], bias [N] -> [..., N] of ``out_dtype`` (x's if None), rounded once."""
+    n, k = w.shape
+    y = x.new_empty((x.numel() // k, n), dtype=out_dtype or x.dtype)
+    product(x.reshape(-1, k), w, bias, y)
+    return y.view(*x.shape[:-1], n)
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    """y [M, N], contiguous, becomes x [M, K] · wᵀ + bias."""
+    if not y.numel():
+        return
+    if x.dtype != w.dtype:
+        x, w = x.float(), w.float()
+    if w.dtype is torch.bfloat16 and w.shape[1] % 8 == 0:
+        _tensor_cores(x, w, bias, y)
+    else:
+        _plain(x, w, bias, y)
+
+
+def _tensor_cores(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    (m, k), n = x.shape, w.shape[0]
+    x, w = _aligned(x), _aligned(w)
+    tile = tile_for(bucket(m), n, y.element_size())
+    whole = n * y.element_size() % 16 == 0
+    programs = min(_processors(y.device), triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n))
+    kernels.gemm_kernel[(programs,)](
+        TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
+        TensorDescriptor(w, [n, k], [w.stride(0), 1], [tile.n, tile.k]),
+        TensorDescriptor(y, [m, n], [n, 1], [tile.m, tile.n]) if whole else y,
+        y,
+        y if bias is None else bias,
+        m,
+        n,
+        k,
+        programs,
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        GROUP=8,
+        SWAP=tile.swap,
+        BIASED=bias is not None,
+        STORE_TILES=whole,
+        OUT=_OUT[y.dtype],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _plain(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    (m, k), n = x.shape, w.shape[0]
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if w.stride(1) != 1:
+        w = w.contiguous()
+    kernels.plain_gemm_kernel[(triton.cdiv(m, 32), triton.cdiv(n, 32))](
+        x,
+        w,
+        y,
+        y if bias is None else bias,
+        m,
+        n,
+        k,
+        x.stride(0),
+        w.stride(0),
+        BM=32,
+        BN=32,
+        BK=32,
+        BIASED=bias is not None,
+        PRECISION="ieee",
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """What a tensor descriptor can address: unit inner stride, 16-byte rows and start."""
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def grouped_linear(
+    x: Tensor, w: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Row r of expert e is x[r] · w[e]ᵀ, with ``linear``'s bits. Waits for the offsets."""
+    y: Any = x.new_zeros((len(x), w.shape[1]), dtype=out_dtype or x.dtype)
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if begin < end:
+            product(x[begin:end], w[expert], None, y[begin:end])
+    return y

@@ -1,0 +1,206 @@
+"""Launchers of the row kernels: the ops ``rms_norm``, ``silu_mul``, ``rope``, ``kv_write`` and kin.
+
+Contracts as in ``deepinfer.ops.reference``; no launch waits for the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from deepinfer_backend_cuda.kernels import rows as kernels
+
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+    """x [..., H] of any row stride, w [H] or None -> like x, contiguous."""
+    heads, x_row, x_head = _two_strides(x)
+    if heads == 0:
+        x = x.contiguous()
+        heads, x_row, x_head = 1, x.shape[-1], 0
+    y = x.new_empty(x.shape)
+    _norm(x, None, w, y, None, (heads, x_row, x_head), eps)
+    return y
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, w: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x, residual [T, H] -> (y, residual'), both contiguous."""
+    width = x.shape[-1]
+    x, residual = x.reshape(-1, width), residual.reshape(-1, width)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if residual.stride(1) != 1:
+        residual = residual.contiguous()
+    y, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    _norm(x, residual, w, y, total, (1, x.stride(0), 0), eps)
+    return y, total
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    w: Tensor | None,
+    y: Tensor,
+    total: Tensor | None,
+    strides: tuple[int, int, int],
+    eps: float,
+) -> None:
+    width = x.shape[-1]
+    if not y.numel():
+        return
+    block = triton.next_power_of_2(width)
+    kernels.rms_norm_kernel[(y.numel() // width,)](
+        x,
+        x if residual is None else residual,
+        x if w is None else w,
+        y,
+        y if total is None else total,
+        *strides,
+        0 if residual is None else residual.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        ADD=residual is not None,
+        WEIGHTED=w is not None,
+        num_warps=min(max(block // 512, 1), 16),
+        **_EXACT,
+    )
+
+
+def _two_strides(x: Tensor) -> tuple[int, int, int]:
+    """(heads, row stride, head stride) of x [T, heads, H] or [..., H]; heads 0 if it needs a copy.
+
+    Rows of any leading shape are one dimension where they lie evenly.
+    """
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        return 0, 0, 0
+    if x.dim() == 1:
+        return 1, 0, 0
+    if x.dim() == 2:
+        return 1, x.stride(0), 0
+    if x.dim() == 3 and x.shape[1]:
+        return x.shape[1], x.stride(0), x.stride(1)
+    return 0, 0, 0
+
+
+def silu_mul(x: Tensor, limit: float | None = None) -> Tensor:
+    """x [..., 2·I] -> [..., I]."""
+    width = x.shape[-1] // 2
+    flat = x.reshape(-1, 2 * width)
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    y = x.new_empty((len(flat), width))
+    if y.numel():
+        block = min(1024, triton.next_power_of_2(width))
+        kernels.silu_mul_kernel[(len(flat), triton.cdiv(width, block))](
+            flat,
+            y,
+            flat.stride(0),
+            width,
+            0.0 if limit is None else float(limit),
+            BLOCK=block,
+            LIMITED=limit is not None,
+            **_EXACT,
+        )
+    return y.view(*x.shape[:-1], width)
+
+
+def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False) -> Tensor:
+    """x [T, N, D] of any row and head stride -> contiguous."""
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    tokens, heads, dim = x.shape
+    y = x.new_empty(x.shape)
+    if y.numel():
+        kernels.rope_kernel[(tokens * heads,)](
+            x,
+            y,
+            positions,
+            cos_sin,
+            heads,
+            x.stride(0),
+            x.stride(1),
+            D=dim,
+            BLOCK=triton.next_power_of_2(dim),
+            R=cos_sin.shape[1],
+            INTERLEAVED=interleaved,
+            num_warps=1,
+            **_EXACT,
+        )
+    return y
+
+
+def rope_write(
+    qkv: Tensor,
+    heads: tuple[int, int, int],
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    """Rotate, write the cache, return the queries [T, HQ, D]. ``heads``: HQ, HKV, D.
+
+    qkv [T, (HQ + 2·HKV)·D] of unit inner stride; caches whose lines are contiguous.
+    """
+    hq, hkv, dim = heads
+    k, v = kv
+    q = qkv.new_empty((len(qkv), hq, dim))
+    if len(qkv):
+        kernels.rope_write_kernel[(len(qkv), hq + 2 * hkv)](
+            qkv,
+            q,
+            k,
+            v,
+            positions,
+            slots,
+            cos_sin,
+            qkv.stride(0),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            HQ=hq,
+            HKV=hkv,
+            D=dim,
+            BLOCK=triton.next_power_of_2(dim),
+            R=cos_sin.shape[1],
+            PAGE=k.shape[1],
+            num_warps=1,
+            **_EXACT,
+        )
+    return q
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """k, v [T, HKV, D] to their slots, in place; −1 writes nothing."""
+    if k.stride(2) != 1 or v.stride(2) != 1:
+        k, v = k.contiguous(), v.contiguous()
+    tokens, heads, dim = k.shape
+    if not k.numel():
+        return
+    kernels.kv_write_kernel[(tokens, heads)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        heads,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        D=dim,
+        BLOCK=triton.next_power_of_2(dim),
+        PAGE=k_cache.shape[1],
+        num_warps=1,
+        **_EXACT,
+    )
