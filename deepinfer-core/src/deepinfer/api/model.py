@@ -96,7 +96,7 @@ class WeightRule:
     ``uses``: the ops that read it, a composite before those it is written in; the first that has a
     ``prepare`` is asked. A bias, which goes beside a weight, has none and stays a tensor. ``route``
     among them says that experts are chosen by what this weight gives, ``hyper_mix`` that streams
-    are mixed by it: such a weight is never quantised.
+    are mixed by it, ``compress`` that tokens are pooled by it: such a weight is never quantised.
     ``stored``: how the checkpoint stores a low-bit weight whose name ends in ``.weight`` and whose
     scales lie beside it as ``.scale``: ``fp8`` E4M3 bytes with an E8M0 scale for each 32×32 tile,
     ``fp4`` two E2M1 values a byte with one for each row and 32 columns; ``table`` E4M3 bytes with

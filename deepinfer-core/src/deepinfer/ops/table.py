@@ -21,8 +21,8 @@ from deepinfer.ops.lowbit import BlockScaled
 
 DENSE_READERS = frozenset({"linear", "grouped_linear", "embedding", "route"})
 """Ops whose weights are tensors, or what a backend made of one."""
-EXACT_WEIGHTS = frozenset({"route", "hyper_mix"})
-"""Ops that decide or mix by a projection: a weight with one of them among its uses is never
+EXACT_WEIGHTS = frozenset({"route", "hyper_mix", "compress"})
+"""Ops that decide, mix or pool by a projection: a weight with one of them among its uses is never
 quantised, whatever else reads it."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -6,6 +6,7 @@ import pytest
 from deepinfer.errors import DeepInferError, ModelLoadError, UnsupportedError
 from deepinfer.models.deepseek_v41.adapter import DeepseekV41Adapter
 from deepinfer.models.deepseek_v41.config import DeepseekV41Config
+from deepinfer.ops.table import EXACT_WEIGHTS
 from deepinfer.testing.v41_config import full_width_config, released_config, tiny_v41_config
 from deepinfer.testing.v41_tensors import tensors
 
@@ -121,6 +122,16 @@ def test_reals_are_finite_and_above_0(name, given):
         read(**{name: given})
     assert why.value.setting == name
     assert len(str(why.value)) < 300
+
+
+def test_exact_weights_are_never_quantised():
+    """What a rule keeps in float32, ``quantization="int8"`` may not round either."""
+    rules = list(DeepseekV41Adapter().weights(read()))
+    exact = [r for r in rules if r.exact and "linear" in r.uses]
+    assert any("compressor" in r.parameter for r in exact)
+    assert all(EXACT_WEIGHTS.intersection(r.uses) for r in exact)
+    routers = [r for r in rules if r.parameter.endswith("moe.router")]
+    assert len(routers) == 40 and all("route" in r.uses for r in routers)
 
 
 def test_sources_have_their_readers_ratio():

@@ -81,7 +81,9 @@ def _compressor_rules(config: DeepseekV41Config, layer: int) -> Iterator[WeightR
     size, index = config.head_dim, config.index_dim
     parts = ("wkv",) if config.ratios[layer] == 1 else ("wkv", "wgate")
     rows = [(f"{name}.{part}.weight", (size, config.hidden_size)) for part in parts]
-    yield _rule(f"{name}.kv", rows, _DENSE, exact=len(parts) == 2)
+    pooled = len(parts) == 2
+    uses = (_BLOCK, "compress", "linear") if pooled else _DENSE
+    yield _rule(f"{name}.kv", rows, uses, exact=pooled)
     yield _rule(f"{name}.norm", [(f"{name}.norm.weight", (size,))], (_BLOCK, "rms_norm"))
     theirs = f"layers.{layer}.attn.indexer"
     yield _rule(f"{name}.key", [(f"{theirs}.wk.weight", (index, size))], _DENSE)
