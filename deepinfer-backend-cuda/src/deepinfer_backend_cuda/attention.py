@@ -38,9 +38,12 @@ class Plan:
             known = self.cuts[height, tokens] = self._cut(height, tokens)
         return known
 
+    def bound(self, height: int, tokens: int) -> int:
+        """No step of so many tokens has more tiles; each request's last one may be short."""
+        return min(tokens, (tokens + (len(self.kv_lengths) + 1) * (height - 1)) // height)
+
     def _cut(self, height: int, tokens: int) -> tuple[int, Tensor, Tensor]:
-        requests = len(self.kv_lengths)
-        most = min(tokens, (tokens + (requests + 1) * (height - 1)) // height)
+        requests, most = len(self.kv_lengths), self.bound(height, tokens)
         request = self.cu_q.new_empty(most)
         first = self.cu_q.new_empty(most)
         kernels.tiles_kernel[(requests + 1,)](
@@ -64,27 +67,33 @@ def plan_attention(block_table: Tensor, kv_lengths: Tensor, cu_q: Tensor, page_s
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Tile of a head shape and dtype, whatever the step: ``tokens`` tokens times a head group."""
+class Tile:
+    """How a step is launched: query rows (tokens times a head group) of a tile, warps, stages.
+
+    Nothing here moves a bit in bfloat16; float32 has one tile for all steps.
+    """
 
     rows: int
-    tokens: int
-    keys: int
-    dim: int
     warps: int
     stages: int
-    precision: str
 
 
-def shape_of(group: int, head_dim: int, dtype: torch.dtype) -> Shape:
-    """One shape for all steps: the row sums are ordered by it."""
-    dim = max(16, triton.next_power_of_2(head_dim))
-    if dtype is torch.bfloat16:
-        rows = max(64, triton.next_power_of_2(group))
-        warps = 4 if rows * dim <= 64 * 128 else 8
-        return Shape(rows, rows // group, 64 if dim <= 128 else 32, dim, warps, 3, "tf32")
-    rows = max(16, triton.next_power_of_2(group))
-    return Shape(rows, rows // group, 32, dim, 4, 1, "ieee")
+def keys_of(head_dim: int, dtype: torch.dtype) -> int:
+    """BLOCK_N, a part of the definition: one for all steps of a head size and dtype."""
+    return 64 if dtype is torch.bfloat16 and head_dim <= 128 else 32
+
+
+def tile_of(group: int, head_dim: int, dtype: torch.dtype, decode: bool, programs: int) -> Tile:
+    """``decode``: about one row for each request, so that a tile holds one head group.
+
+    ``programs``: head groups of the step; many hide their latency behind each other.
+    """
+    least = max(16, triton.next_power_of_2(group))
+    if dtype is not torch.bfloat16:
+        return Tile(least, 4, 1)
+    if decode:
+        return Tile(least, 4 if programs < 256 else 2, 2)
+    return Tile(max(64, least), 4 if head_dim <= 128 else 8, 2)
 
 
 def attention(
@@ -100,16 +109,40 @@ def attention(
     """q [T, HQ, D], caches [pages, page_size, HKV, D] -> (o [T, HQ, D], lse float32[T, HQ])."""
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
+    decode = tokens <= len(plan.kv_lengths)
+    tile = tile_of(heads // kv_heads, dim, q.dtype, decode, tokens * kv_heads)
+    programs = plan.bound(tile.rows // (heads // kv_heads), tokens) * kv_heads
+    pieces = split(plan, programs, tokens * heads * dim, q.device)
+    options = window, sink, softcap
+    return launch(q, k_cache, v_cache, plan, scale, options, tile, pieces)
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Plan,
+    scale: float,
+    options: tuple[int | None, Tensor | None, float | None],
+    tile: Tile,
+    pieces: int,
+) -> tuple[Tensor, Tensor]:
+    """``attention`` in these tiles; ``pieces`` > 1: that many side by side, then merged."""
+    window, sink, softcap = options
+    tokens, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
     o = q.new_empty((tokens, heads, dim))
     lse = q.new_empty((tokens, heads), dtype=torch.float32)
     if not o.numel():
         return o, lse
     if q.stride(2) != 1:
         q = q.contiguous()
+    if scale < 0:
+        q, scale = -q, -scale
     group = heads // kv_heads
-    shape = shape_of(group, dim, q.dtype)
-    most, request, first = plan.tiles(shape.tokens, tokens)
-    pieces = _split(plan, most * kv_heads, tokens * heads * dim, q.device)
+    height = tile.rows // group
+    wide = max(16, triton.next_power_of_2(dim))
+    most, request, first = plan.tiles(height, tokens)
     part = state = lse
     if pieces > 1:
         part = lse.new_empty((tokens, heads, pieces, dim))
@@ -118,7 +151,7 @@ def attention(
         "G": group,
         "HKV": kv_heads,
         "D": dim,
-        "BD": shape.dim,
+        "BD": wide,
         "PIECE": PIECE,
         "SINK": sink is not None,
         "enable_fp_fusion": False,
@@ -142,33 +175,35 @@ def attention(
         *v_cache.stride()[:3],
         plan.block_table.stride(0),
         *counts,
-        BQ=shape.tokens,
-        BM=shape.rows,
+        BQ=height,
+        BM=tile.rows,
         PAGE=plan.page_size,
-        BLOCK_N=shape.keys,
+        BLOCK_N=keys_of(dim, q.dtype),
         SPLIT=pieces > 1,
         CAP=softcap is not None,
         WINDOW=window is not None,
-        PRECISION=shape.precision,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
+        EDGE_STAGES=tile.stages if window is not None else 1,
+        PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **shared,
     )
     if pieces > 1:
-        kernels.merge_kernel[(most, kv_heads, shape.tokens)](
+        kernels.merge_kernel[(most, kv_heads, height)](
             part,
             state,
             *where,
             lse if sink is None else sink,
             *counts,
             GP=triton.next_power_of_2(group),
-            num_warps=max(1, min(4, shape.dim // 64)),
+            STAGES=4,
+            num_warps=max(1, min(4, wide // 64)),
             **shared,
         )
     return o, lse
 
 
-def _split(plan: Plan, programs: int, elements: int, device: torch.device) -> int:
+def split(plan: Plan, programs: int, elements: int, device: torch.device) -> int:
     """How many pieces run side by side: 1 where tiles fill the device, or partials would not fit.
 
     The choice moves no bit.

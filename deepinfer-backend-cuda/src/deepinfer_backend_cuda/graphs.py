@@ -15,7 +15,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = None
+        self._first: Any = None  # a pool lasts as long as one graph of it
 
     def capture(self, fn: Callable[[], Any]) -> Callable[..., Any]:
         """Run ``fn`` once, so that kernels are compiled, then record it. Returns the replay."""
@@ -32,13 +32,13 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         side.wait_stream(here)
         with torch.cuda.stream(side):
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            pool = None if self._first is None else self._first.pool()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 out = fn()
             finally:
                 graph.capture_end()
+        self._first = self._first or graph
         here.wait_stream(side)
 
         def replay(*_: Any) -> Any:

@@ -49,15 +49,15 @@ class Tile:
 @cache
 def tile_for(rows: int, n: int, out_bytes: int) -> Tile:
     """By a bucket of M (``bucket``) and N, from measurements on an H200."""
-    return _tile_for(rows, n).fitting(out_bytes)
+    return _tile_for(rows, n, out_bytes).fitting(out_bytes)
 
 
 def bucket(rows: int) -> int:
-    """The M that tiles are chosen for: the next of 16, 32, 64, 256, 512."""
-    return next((limit for limit in (16, 32, 64, 256) if rows <= limit), 512)
+    """The M that tiles are chosen for: the next of 16, 32, 64, 128, 256, 512."""
+    return next((limit for limit in (16, 32, 64, 128, 256) if rows <= limit), 512)
 
 
-def _tile_for(rows: int, n: int) -> Tile:
+def _tile_for(rows: int, n: int, out_bytes: int) -> Tile:
     if rows <= 32:
         if n >= 16384:
             return Tile(16, 128, 128, 4, 4, swap=True)
@@ -67,15 +67,17 @@ def _tile_for(rows: int, n: int) -> Tile:
             return Tile(16, 64, 128, 4, 5, swap=True)
         if n <= 4096:
             return Tile(64, 32, 128, 4, 5)
-        return Tile(64, 64, 128, 4, 4) if n < 16384 else Tile(64, 256, 64, 4, 4)
+        return Tile(64, 64, 128, 4, 5) if n < 16384 else Tile(64, 128, 64, 4, 6)
     if rows <= 256:
         if n < 1024:
             return Tile(32, 64, 128, 4, 5, swap=True)
-        if n < 3072:
+        if n < 3072 or (rows <= 128 and n <= 4096):
             return Tile(64, 64, 128, 4, 4)
-        if n <= 4096:
-            return Tile(128, 64, 128, 4, 4)
-        return Tile(128, 128, 64, 8, 4) if n < 16384 else Tile(128, 256, 64, 8, 3)
+        if n <= 4096 or (rows <= 128 and n < 16384):
+            return Tile(128, 64, 64, 4, 7)
+        if rows <= 128 or n < 16384 or out_bytes > 2:
+            return Tile(128, 128, 64, 8, 5)
+        return Tile(128, 256, 64, 8, 3)
     return Tile(128, 128, 64, 4, 4) if n < 1024 else Tile(128, 256, 64, 8, 3)
 
 

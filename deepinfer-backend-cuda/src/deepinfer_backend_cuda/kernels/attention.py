@@ -1,10 +1,12 @@
 """Paged attention: one kernel for prefill, chunks, decode and verification.
 
 A row's definition, which knows nothing of its batch: keys are walked in pieces of PIECE at absolute
-positions 0, PIECE, …; in a piece an online softmax takes BLOCK_N keys at a time, ascending; pieces
-are merged ascending by ``_merge``. A step in which a row sees nothing changes none of its bits, so
-rows share tiles freely. Whether a program walks all pieces itself or one piece, and another kernel
-merges, is the launch's choice: same arithmetic, same order. Launch with ``enable_fp_fusion=False``.
+positions 0, PIECE, …; in a piece an online softmax takes BLOCK_N keys at a time, ascending, and all
+sums are chains of tensor-core steps (those of the weights too, as a product with ones), whose bits
+do not depend on the tile; pieces are merged ascending by ``_merge``. A step in which a row sees
+nothing changes none of its bits, so rows share tiles freely. The height of tiles, warps, and
+whether a program walks all pieces itself or one piece and another kernel merges, are the launch's
+choice: same arithmetic, same order. Launch with ``enable_fp_fusion=False``.
 """
 
 from __future__ import annotations
@@ -68,11 +70,13 @@ def _block(
         mask = tl.broadcast_to(mask, (BLOCK_N, BD))
     line = n % PAGE
     k = tl.load(k_ptr + (page * k_page + line * k_line)[:, None] + od[None, :], mask=mask, other=0)
-    s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+    s = tl.dot(q, k.T, input_precision=PRECISION)
     if CAP:
-        s = s / softcap
+        s = s * scale / softcap
         s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E))))
-    s = s * LOG2E
+        unit = LOG2E
+    else:
+        unit = scale * LOG2E
     v = tl.load(v_ptr + (page * v_page + line * v_line)[:, None] + od[None, :], mask=mask, other=0)
     if EDGE:
         seen = n[None, :] <= position[:, None]
@@ -83,15 +87,23 @@ def _block(
         v = tl.where(odd, 0.0, v).to(v.dtype)
         spoilt = tl.max(odd.to(tl.int32), 1)
         spoilt = tl.max(tl.where(seen, tl.broadcast_to(spoilt[None, :], seen.shape), 0), 1)
-    best = tl.maximum(m, tl.max(s, 1))
+    best = tl.maximum(m, tl.max(s, 1) * unit)
     base = tl.where(best == float("-inf"), 0.0, best)
-    p = tl.exp2(s - base[:, None])
-    keep = tl.exp2(m - base)
-    l = tl.fma(l, keep, tl.sum(p, 1))
+    p = tl.exp2(tl.fma(s, tl.zeros_like(s) + unit, tl.broadcast_to(-base[:, None], s.shape)))
+    p = p.to(v.dtype)
+    keep = tl.exp2(m - base)[:, None]
+    l = tl.dot(p, tl.full((BLOCK_N, 16), 1.0, v.dtype), l * keep, input_precision=PRECISION)
     if EDGE:
-        l = tl.where(spoilt > 0, float("nan"), l)
-    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision=PRECISION)
+        l = tl.where(spoilt[:, None] > 0, float("nan"), l)
+    acc = tl.dot(p, v, acc * keep, input_precision=PRECISION)
     return best, l, acc
+
+
+@triton.jit
+def _nothing(BM: tl.constexpr, BD: tl.constexpr):
+    """The state of a piece that has not begun: largest score, sums, weighted values."""
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    return m, tl.zeros((BM, 16), tl.float32), tl.zeros((BM, BD), tl.float32)
 
 
 @triton.jit
@@ -125,7 +137,7 @@ def attention_kernel(
     G: tl.constexpr, HKV: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr,
     SPLIT: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
 ):  # fmt: skip
     """BQ query rows of one request times the G heads of one cached head: BM rows of a tile.
 
@@ -165,42 +177,45 @@ def attention_kernel(
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         out = tl.zeros((BM, BD), tl.float32)
+        m, l, acc = _nothing(BM, BD)  # sums by a product with ones have 16 equal columns
+        n0, n1 = low, keys
         if SPLIT:
-            piece0 = tl.program_id(2)
-            piece1 = tl.minimum(piece0 + 1, tl.cdiv(keys, PIECE))
-        else:
-            piece0, piece1 = low // PIECE, tl.cdiv(keys, PIECE)
-        for piece in tl.range(piece0, piece1):
-            m = tl.full((BM,), float("-inf"), tl.float32)
-            l = tl.zeros((BM,), tl.float32)
-            acc = tl.zeros((BM, BD), tl.float32)
-            n0 = tl.maximum(piece * PIECE, low)
-            n1 = tl.minimum((piece + 1) * PIECE, keys)
-            # Blocks that all rows see whole, then those on the diagonal.
-            whole = n0 if WINDOW else tl.maximum(n0, tl.minimum(n1, least // BLOCK_N * BLOCK_N))
-            for at in tl.range(n0, whole, BLOCK_N):
-                m, l, acc = _block(
-                    q, m, l, acc, at, keys, position, k_ptr + h * k_head, v_ptr + h * v_head, table,
-                    scale, softcap, window, k_page, k_line, v_page, v_line,
-                    D, BD, PAGE, BLOCK_N, False, CAP, WINDOW, PRECISION,
-                )  # fmt: skip
-            for at in tl.range(whole, n1, BLOCK_N, num_stages=1):
-                m, l, acc = _block(
-                    q, m, l, acc, at, keys, position, k_ptr + h * k_head, v_ptr + h * v_head, table,
-                    scale, softcap, window, k_page, k_line, v_page, v_line,
-                    D, BD, PAGE, BLOCK_N, True, CAP, WINDOW, PRECISION,
-                )  # fmt: skip
-            if SPLIT:
-                at_part = (row * (HKV * G) + head) * pieces + piece
+            n0 = tl.maximum(tl.program_id(2) * PIECE, low)
+            n1 = tl.minimum((tl.program_id(2) + 1) * PIECE, keys)
+        # Blocks that all rows see whole, then those on the diagonal.
+        whole = n0 if WINDOW else tl.maximum(n0, tl.minimum(n1, least // BLOCK_N * BLOCK_N))
+        for at in tl.range(n0, whole, BLOCK_N):
+            m, l, acc = _block(
+                q, m, l, acc, at, keys, position, k_ptr + h * k_head, v_ptr + h * v_head, table,
+                scale, softcap, window, k_page, k_line, v_page, v_line,
+                D, BD, PAGE, BLOCK_N, False, CAP, WINDOW, PRECISION,
+            )  # fmt: skip
+            if not SPLIT:
+                if (at + BLOCK_N) % PIECE == 0:
+                    top, total, out = _merge(top, total, out, m, tl.max(l, 1), acc)
+                    m, l, acc = _nothing(BM, BD)
+        for at in tl.range(whole, n1, BLOCK_N, num_stages=EDGE_STAGES):
+            m, l, acc = _block(
+                q, m, l, acc, at, keys, position, k_ptr + h * k_head, v_ptr + h * v_head, table,
+                scale, softcap, window, k_page, k_line, v_page, v_line,
+                D, BD, PAGE, BLOCK_N, True, CAP, WINDOW, PRECISION,
+            )  # fmt: skip
+            if not SPLIT:
+                if (at + BLOCK_N) % PIECE == 0:
+                    top, total, out = _merge(top, total, out, m, tl.max(l, 1), acc)
+                    m, l, acc = _nothing(BM, BD)
+        if SPLIT:
+            if tl.program_id(2) * PIECE < keys:
+                at_part = (row * (HKV * G) + head) * pieces + tl.program_id(2)
                 tl.store(
                     part_ptr + at_part[:, None] * D + od[None, :],
                     acc,
                     mask=real[:, None] & dim[None, :],
                 )
                 tl.store(state_ptr + at_part * 2, m, mask=real)
-                tl.store(state_ptr + at_part * 2 + 1, l, mask=real)
-            else:
-                top, total, out = _merge(top, total, out, m, l, acc)
+                tl.store(state_ptr + at_part * 2 + 1, tl.max(l, 1), mask=real)
+        if not SPLIT:
+            top, total, out = _merge(top, total, out, m, tl.max(l, 1), acc)  # the piece begun last
         if not SPLIT:
             sink = tl.zeros((BM,), tl.float32)
             if SINK:
@@ -217,7 +232,7 @@ def merge_kernel(
     part_ptr, state_ptr, lengths_ptr, cu_q_ptr, request_ptr, first_ptr, o_ptr, lse_ptr, sink_ptr,
     requests, tokens, pieces,
     G: tl.constexpr, GP: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    PIECE: tl.constexpr, SINK: tl.constexpr,
+    PIECE: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of a row's G heads, ascending: program (tile, cached head, row of tile)."""
     b = tl.load(request_ptr + tl.program_id(0))
@@ -238,7 +253,7 @@ def merge_kernel(
             total = tl.zeros((GP,), tl.float32)
             acc = tl.zeros((GP, BD), tl.float32)
             mask = real[:, None] & dim[None, :]
-            for piece in tl.range(0, tl.cdiv(tl.maximum(keys, 0), PIECE)):
+            for piece in tl.range(0, tl.cdiv(tl.maximum(keys, 0), PIECE), num_stages=STAGES):
                 at = at_row * pieces + piece
                 m = tl.load(state_ptr + at * 2, mask=real, other=float("-inf"))
                 l = tl.load(state_ptr + at * 2 + 1, mask=real, other=0)
