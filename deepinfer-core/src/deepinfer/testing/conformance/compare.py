@@ -52,6 +52,7 @@ TOLERANCES: dict[str, dict[str, Tolerance]] = {
     "rope": SINGLE,
     "plan_attention": CHAINED,  # seen through the attention that uses the plan
     "attention": CHAINED,
+    "full_attention": SUMMED,
     "attention_block": BLOCK,
     "mlp_block": BLOCK,
     "decoder_layers": LAYERS,

@@ -127,7 +127,7 @@ class Run:
     def put(self, value: Tensor) -> Tensor:
         """A tensor on the device, as an input that the op may not change."""
         there = value.to(self.device, copy=True)
-        self._put.append((there, value.clone()))
+        self._put.append((there, value.to("cpu", copy=True)))
         return there
 
     def place(self, value: Tensor) -> Tensor:
