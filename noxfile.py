@@ -19,6 +19,7 @@ import nox
 
 ROOT = Path(__file__).parent
 CORE = ROOT / "deepinfer-core"
+CUDA = ROOT / "deepinfer-backend-cuda"
 SAMPLE = ROOT / "tests" / "plugins" / "deepinfer-backend-sample"
 SHARED = ROOT / ".nox" / "core"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -50,7 +51,8 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """mypy over the package; strict where pyproject.toml says so."""
     python = shared(session)
-    session.run(python, "-m", "mypy", "deepinfer-core/src/deepinfer", external=True)
+    where = ("deepinfer-core/src/deepinfer", "deepinfer-backend-cuda/src/deepinfer_backend_cuda")
+    session.run(python, "-m", "mypy", *where, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -103,6 +105,28 @@ def plugins(session: nox.Session) -> None:
     finally:
         gone = (python, "-m", "pip", "uninstall", "-q", "-y", "deepinfer-backend-sample")
         session.run(*gone, external=True)
+
+
+@nox.session(default=False)
+def kernels(session: nox.Session) -> None:
+    """Triton kernels without a GPU: on the interpreter, and compiled for SM90 and SM100."""
+    session.install(f"{CORE}[test]", "triton>=3.6,<3.7", env=bound())
+    session.run("python", "-m", "pytest", "-q", "tests/cuda", "-m", "not gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none", default=False)
+def gpu(session: nox.Session) -> None:
+    """On a machine with an NVIDIA GPU, in the Python that runs nox: install, check, time.
+
+    Nothing is fetched: torch, Triton and what core needs must be there. Minutes; the numbers go to
+    ``benchmarks/results``.
+    """
+    install = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
+    session.run(*install, str(CORE), str(CUDA), external=True)
+    session.run(sys.executable, "-m", "pytest", "-q", "tests/cuda", "-m", "gpu", external=True)
+    to = "benchmarks/results/cuda_check.json"
+    script = ("benchmarks/cuda_check.py", "--parts", "step,ops", "--json", to)
+    session.run(sys.executable, *script, *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none", default=False)

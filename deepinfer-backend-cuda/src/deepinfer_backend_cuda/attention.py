@@ -211,4 +211,4 @@ def split(plan: Plan, programs: int, elements: int, device: torch.device) -> int
     pieces = triton.cdiv(plan.block_table.shape[1] * plan.page_size, PIECE)
     if programs >= 2 * processors(device) or elements * pieces * 4 > PART_BYTES:
         return 1
-    return max(1, pieces)
+    return max(1, int(pieces))

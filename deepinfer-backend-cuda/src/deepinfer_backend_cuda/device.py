@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer_backend_cuda.graphs import Graphs
+from deepinfer_backend_cuda.graphs import Graphs, cuda
 
 
 class CudaDevice:
@@ -59,7 +59,7 @@ class CudaFuture:
             )
             for t in tensors
         )
-        self._arrived = torch.cuda.Event()
+        self._arrived = cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))
 
     def result(self) -> tuple[Tensor, ...]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+cuda: Any = torch.cuda  # parts of it are untyped
+
 
 class Graphs:
     """Captures that share one pool of memory, so that they may not overlap: replays follow each
@@ -28,7 +30,7 @@ class Graphs:
         Other threads may go on allocating: only this thread's calls are watched.
         """
         here = torch.cuda.current_stream(self._device)
-        side = torch.cuda.Stream(self._device)
+        side = cuda.Stream(self._device)
         graph = torch.cuda.CUDAGraph()
         side.wait_stream(here)
         with torch.cuda.stream(side):

@@ -157,7 +157,7 @@ class Layers:
 def tier(tokens: int) -> int:
     """The number of rows that a graph for ``tokens`` rows has."""
     if tokens <= 8:
-        return triton.next_power_of_2(tokens)
+        return int(triton.next_power_of_2(tokens))
     step = 8 if tokens <= 64 else 16 if tokens <= 128 else 32
     return -(-tokens // step) * step
 

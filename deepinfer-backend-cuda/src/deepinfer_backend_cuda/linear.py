@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 import triton
@@ -176,7 +175,7 @@ def grouped_linear(
     x: Tensor, w: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Row r of expert e is x[r] · w[e]ᵀ, with ``linear``'s bits. Waits for the offsets."""
-    y: Any = x.new_zeros((len(x), w.shape[1]), dtype=out_dtype or x.dtype)
+    y = x.new_zeros((len(x), w.shape[1]), dtype=out_dtype or x.dtype)
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if begin < end:
             product(x[begin:end], w[expert], None, y[begin:end])
