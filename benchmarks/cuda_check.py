@@ -202,7 +202,7 @@ def decode_batch(pools, requests, context):
     )
 
 
-def steps():
+def steps(prefill=True):
     """Decode and prefill steps: layers, final norm and head."""
     layers, head, angles = decoder()
     weights = (
@@ -236,6 +236,8 @@ def steps():
         found.append(line)
         del pools, run
         torch.cuda.empty_cache()
+    if not prefill:
+        return found
     tokens = 2048
     pools = Pools(4, tokens)
     cu_q = torch.arange(5, device=DEVICE, dtype=torch.int32) * tokens

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from deepinfer_backend_cuda.kernels import attention as kernels
+from deepinfer_backend_cuda.launch import exact, options
 from deepinfer_backend_cuda.linear import _processors as processors
 
 PIECE = 256
@@ -57,6 +58,7 @@ class Plan:
             N=max(16, triton.next_power_of_2(requests)),
             BLOCK=128,
             num_warps=4,
+            **options(tokens),
         )
         return most, request, first
 
@@ -154,7 +156,7 @@ def launch(
         "BD": wide,
         "PIECE": PIECE,
         "SINK": sink is not None,
-        "enable_fp_fusion": False,
+        **exact(tokens),
     }
     where = (plan.kv_lengths, plan.cu_q, request, first, o, lse)
     counts = (len(plan.kv_lengths), tokens, pieces)

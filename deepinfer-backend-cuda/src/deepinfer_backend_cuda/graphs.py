@@ -27,7 +27,8 @@ class Graphs:
     def record(self, fn: Callable[[], Any]) -> Callable[..., Any]:
         """Record without running; everything that ``fn`` launches must be compiled already.
 
-        Other threads may go on allocating: only this thread's calls are watched.
+        The capture is relaxed: other threads may go on allocating, and a graph of an engine that is
+        gone may be destroyed meanwhile, by Python's collector on this very thread.
         """
         here = torch.cuda.current_stream(self._device)
         side = cuda.Stream(self._device)
@@ -35,7 +36,7 @@ class Graphs:
         side.wait_stream(here)
         with torch.cuda.stream(side):
             pool = None if self._first is None else self._first.pool()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="relaxed")
             try:
                 out = fn()
             finally:

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepinfer_backend_cuda.kernels import gemm as kernels
+from deepinfer_backend_cuda.launch import options
 
 SHARED_BYTES = 232448 - 1024
 """Shared memory that one program may take on SM90 and SM100, less barriers."""
@@ -128,6 +129,7 @@ def _tensor_cores(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
         OUT=_OUT[y.dtype],
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **options(m),
     )
 
 
@@ -154,6 +156,7 @@ def _plain(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
         PRECISION="ieee",
         num_warps=4,
         num_stages=2,
+        **options(m),
     )
 
 

@@ -5,14 +5,11 @@ Contracts as in ``deepinfer.ops.reference``; no launch waits for the host.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 from torch import Tensor
 
 from deepinfer_backend_cuda.kernels import rows as kernels
-
-_EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+from deepinfer_backend_cuda.launch import exact
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -68,7 +65,7 @@ def _norm(
         ADD=residual is not None,
         WEIGHTED=w is not None,
         num_warps=min(max(block // 512, 1), 16),
-        **_EXACT,
+        **exact(y.numel() // width),
     )
 
 
@@ -105,7 +102,7 @@ def silu_mul(x: Tensor, limit: float | None = None) -> Tensor:
             0.0 if limit is None else float(limit),
             BLOCK=block,
             LIMITED=limit is not None,
-            **_EXACT,
+            **exact(len(flat)),
         )
     return y.view(*x.shape[:-1], width)
 
@@ -130,7 +127,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = Fals
             R=cos_sin.shape[1],
             INTERLEAVED=interleaved,
             num_warps=1,
-            **_EXACT,
+            **exact(tokens),
         )
     return y
 
@@ -171,7 +168,7 @@ def rope_write(
             R=cos_sin.shape[1],
             PAGE=k.shape[1],
             num_warps=1,
-            **_EXACT,
+            **exact(len(qkv)),
         )
     return q
 
@@ -202,5 +199,5 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         BLOCK=triton.next_power_of_2(dim),
         PAGE=k_cache.shape[1],
         num_warps=1,
-        **_EXACT,
+        **exact(tokens),
     )

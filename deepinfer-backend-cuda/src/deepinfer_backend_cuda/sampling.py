@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from deepinfer_backend_cuda.kernels import sample as kernels
+from deepinfer_backend_cuda.launch import exact, options
 
 BLOCK = 2048
 
@@ -34,9 +35,9 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, seed: Tensor, position: T
         blocks,
         BLOCK=BLOCK,
         num_warps=8,
-        enable_fp_fusion=False,
+        **exact(rows),
     )
     kernels.choose_kernel[(rows,)](
-        best, ids, out, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1
+        best, ids, out, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1, **options(rows)
     )
     return out

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepinfer_backend_cuda.kernels.chain import follow
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -22,11 +24,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 def tiles_kernel(
     cu_q_ptr, request_ptr, first_ptr, requests, tokens, tiles,
     BQ: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Cut each request's query rows into tiles of BQ: request and first row of each tile.
 
     Request ``requests`` stands for rows that nobody owns, ``requests + 1`` for no tile at all.
     """
+    follow(CHAIN)
     b = tl.program_id(0)
     other = tl.arange(0, N)
     mask = other < requests
@@ -137,13 +141,14 @@ def attention_kernel(
     G: tl.constexpr, HKV: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr,
     SPLIT: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, EDGE_STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """BQ query rows of one request times the G heads of one cached head: BM rows of a tile.
 
     q [T, HKV·G, D]; o, lse contiguous. SPLIT: program (·, ·, s) stores piece s of each row to
     ``part`` float32[T, HQ, pieces, D] and (max, sum) to ``state`` float32[T, HQ, pieces, 2].
     """
+    follow(CHAIN)
     tile = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.load(request_ptr + tile)
@@ -232,9 +237,10 @@ def merge_kernel(
     part_ptr, state_ptr, lengths_ptr, cu_q_ptr, request_ptr, first_ptr, o_ptr, lse_ptr, sink_ptr,
     requests, tokens, pieces,
     G: tl.constexpr, GP: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    PIECE: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
+    PIECE: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of a row's G heads, ascending: program (tile, cached head, row of tile)."""
+    follow(CHAIN)
     b = tl.load(request_ptr + tl.program_id(0))
     if b <= requests:
         h = tl.program_id(1)

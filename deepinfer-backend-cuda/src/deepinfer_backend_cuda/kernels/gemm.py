@@ -10,17 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepinfer_backend_cuda.kernels.chain import follow
+
 
 @triton.jit(do_not_specialize=["M", "PROGRAMS"])
 def gemm_kernel(
     x_desc, w_desc, y_desc, y_ptr, bias_ptr, M, N, K, PROGRAMS,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, BIASED: tl.constexpr, STORE_TILES: tl.constexpr, OUT: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K], y [M, N] by tensor descriptors; programs walk tiles in groups of rows.
 
     SWAP: tiles are computed transposed, so that few rows are the narrow side of the instruction.
     """
+    follow(CHAIN)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
         width = GROUP * tiles_n
@@ -56,12 +60,13 @@ def gemm_kernel(
 def plain_gemm_kernel(
     x_ptr, w_ptr, y_ptr, bias_ptr, M, N, K, x_row, w_row,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIASED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The same by pointers: any K, and float32 (PRECISION "ieee": multiply-adds, k ascending).
 
     One tile shape for every M, because multiply-adds promise nothing across shapes.
     """
+    follow(CHAIN)
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     cols = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)

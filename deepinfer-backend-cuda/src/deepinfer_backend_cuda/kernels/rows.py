@@ -9,17 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepinfer_backend_cuda.kernels.chain import follow
+
 
 @triton.jit(do_not_specialize=["heads"])
 def rms_norm_kernel(
     x_ptr, r_ptr, w_ptr, y_ptr, total_ptr, heads, x_row, x_head, r_row, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Row (t, h) of x [T, heads, WIDTH]: y = x · rsqrt(mean(x²) + eps) · w, contiguous.
 
     ADD (heads 1): first total = x + r, rounded to x's type and stored. The sum over the row is one
     ``tl.sum`` over BLOCK = the next power of two of WIDTH.
     """
+    follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < WIDTH
@@ -38,8 +42,12 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(x_ptr, y_ptr, x_row, width, limit, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
+def silu_mul_kernel(
+    x_ptr, y_ptr, x_row, width, limit, BLOCK: tl.constexpr, LIMITED: tl.constexpr,
+    CHAIN: tl.constexpr,
+):  # fmt: skip
     """y[t, i] = silu(x[t, i]) · x[t, width + i]; elementwise."""
+    follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
@@ -73,8 +81,10 @@ def _rotated(x_ptr, angle_ptr, cols, mask, R: tl.constexpr, INTERLEAVED: tl.cons
 def rope_kernel(
     x_ptr, y_ptr, pos_ptr, angles_ptr, heads, x_row, x_head,
     D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Head (t, h) of x [T, heads, D] rotated by its position's angles float32[P, R], contiguous."""
+    follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < D
@@ -88,11 +98,12 @@ def rope_kernel(
 def rope_write_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, pos_ptr, slot_ptr, angles_ptr, qkv_row, k_page, k_line, v_page,
     v_line, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, PAGE: tl.constexpr,
+    R: tl.constexpr, PAGE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Of a row of qkv [T, (HQ + 2·HKV)·D]: queries rotated to q [T, HQ, D], keys rotated and values
     as they are to their cache lines (slot −1: nowhere). The same bits as rope, then kv_write.
     """
+    follow(CHAIN)
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     cols = tl.arange(0, BLOCK)
@@ -119,9 +130,10 @@ def rope_write_kernel(
 @triton.jit(do_not_specialize=["heads"])
 def kv_write_kernel(
     k_ptr, v_ptr, kc_ptr, vc_ptr, slot_ptr, heads, k_row, k_head, v_row, v_head, k_page, k_line,
-    v_page, v_line, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    v_page, v_line, D: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Head (t, h) of k and v [T, heads, D] to line ``slot % PAGE`` of page ``slot // PAGE``."""
+    follow(CHAIN)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     slot = tl.load(slot_ptr + t)

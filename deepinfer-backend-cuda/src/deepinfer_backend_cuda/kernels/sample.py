@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deepinfer_backend_cuda.kernels.chain import follow
+
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1, lane):
@@ -24,11 +26,13 @@ def _philox(c0, c1, c2, c3, k0, k1, lane):
 
 @triton.jit
 def gumbel_kernel(
-    z_ptr, t_ptr, seed_ptr, position_ptr, best_ptr, id_ptr, z_row, V, blocks, BLOCK: tl.constexpr
-):
+    z_ptr, t_ptr, seed_ptr, position_ptr, best_ptr, id_ptr, z_row, V, blocks, BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+):  # fmt: skip
     """Best score of BLOCK ids of a row, and its lowest id. G = −ln(−ln(1 − u)) in float64:
     1 − u is exact there, since u has 33 bits.
     """
+    follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = ids < V
@@ -57,8 +61,12 @@ def gumbel_kernel(
 
 
 @triton.jit
-def choose_kernel(best_ptr, id_ptr, out_ptr, blocks, BLOCK: tl.constexpr):
+def choose_kernel(
+    best_ptr, id_ptr, out_ptr, blocks, BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+):  # fmt: skip
     """The best of a row's blocks, lowest id first; out int64[m]."""
+    follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < blocks
