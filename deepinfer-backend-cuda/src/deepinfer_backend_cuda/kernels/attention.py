@@ -96,7 +96,8 @@ def _block(
     p = tl.exp2(tl.fma(s, tl.zeros_like(s) + unit, tl.broadcast_to(-base[:, None], s.shape)))
     p = p.to(v.dtype)
     keep = tl.exp2(m - base)[:, None]
-    l = tl.dot(p, tl.full((BLOCK_N, 16), 1.0, v.dtype), l * keep, input_precision=PRECISION)
+    ones = tl.full((BLOCK_N, 16), 1.0, tl.float32).to(v.dtype)
+    l = tl.dot(p, ones, l * keep, input_precision=PRECISION)
     if EDGE:
         l = tl.where(spoilt[:, None] > 0, float("nan"), l)
     acc = tl.dot(p, v, acc * keep, input_precision=PRECISION)
