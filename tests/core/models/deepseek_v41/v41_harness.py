@@ -189,7 +189,7 @@ class Play:
         found = np.full((len(text), self.spec.lookback), -1)
         for i, (t, p) in enumerate(zip(text.tolist(), position.tolist(), strict=True)):
             before = self.texts[t][max(0, p - self.spec.lookback) : p].flip(0)
-            found[i, : len(before)] = before
+            found[i, : len(before)] = before.numpy()
         return torch.from_numpy(found)
 
     def chunks(self, *sizes: int, text: int = 0) -> torch.Tensor:
