@@ -6,6 +6,8 @@ same log-probabilities bit for bit, in float32 and in bfloat16.
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from conftest import DATA
@@ -74,6 +76,34 @@ def test_schedules_do_not_show(alone, schedule):
     with engine(dtype=dtype, batch_invariant=True, **options) as llm:
         assert ask(llm, prompts) == want
         assert ask(llm, prompts[::-1]) == want[::-1], "from the prefix cache"
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 16])
+def test_company_does_not_show(alone, size):
+    """Batches of 2 to 16 requests, nothing shared between them but the steps."""
+    dtype, prompts, want = alone
+    chosen = [i % 4 for i in range(size)]
+    with engine(dtype=dtype, batch_invariant=True, enable_prefix_caching=False) as llm:
+        assert ask(llm, [prompts[i] for i in chosen]) == [want[i] for i in chosen]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_schedules_do_not_show(alone, seed):
+    """Any order and company, page, chunk, slots, storage and cache; the second round may hit."""
+    dtype, prompts, want = alone
+    draw = random.Random(seed)
+    options = {
+        "page_size": draw.choice((2, 4, 16, 32)),
+        "max_num_batched_tokens": draw.randint(3, 70),
+        "max_num_seqs": draw.randint(1, 7),
+        "kv_cache_dtype": draw.choice(("packed", "bfloat16")),
+        "enable_prefix_caching": draw.random() < 0.8,
+        "overlap": draw.random() < 0.7,
+    }
+    with engine(dtype=dtype, batch_invariant=True, **options) as llm:
+        for _ in range(2):
+            chosen = [draw.randrange(4) for _ in range(6)]
+            assert ask(llm, [prompts[i] for i in chosen]) == [want[i] for i in chosen], options
 
 
 def test_preemption_does_not_show(alone):
