@@ -101,7 +101,7 @@ class WeightRule:
     scales lie beside it as ``.scale``: ``fp8`` E4M3 bytes with an E8M0 scale for each 32×32 tile,
     ``fp4`` two E2M1 values a byte with one for each row and 32 columns; ``table`` E4M3 bytes with
     one for each row and 32 columns, which stay in the file: the parameter is a
-    :class:`~deepinfer.models.deepseek_v41.tables.MappedTable`; ``shapes`` are those of the values.
+    :class:`~deepinfer.models.tables.MappedTable`; ``shapes`` are those of the values.
     Without a ``scaled…`` op among ``uses`` a low-bit weight is always dequantised.
     ``exact``: kept in float32 whatever the engine's dtype.
     ``shard``: the dimension that tensor parallelism splits, or None. ``optional``: absent in some

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from deepinfer.api.model import Model, WeightRule
 from deepinfer.errors import ModelLoadError
-from deepinfer.models.deepseek_v41.tables import MappedTable
 from deepinfer.models.fit import check_fit, parts_of, scale_name, stored_shapes, unused
+from deepinfer.models.tables import MappedTable
 from deepinfer.ops.lowbit import TILE, BlockScaled
 
 if TYPE_CHECKING:

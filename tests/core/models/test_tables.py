@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 from deepinfer.errors import ModelLoadError
-from deepinfer.models.deepseek_v41 import tables
-from deepinfer.models.deepseek_v41.tables import MappedTable
+from deepinfer.models import tables
 from deepinfer.models.shards import Extent
+from deepinfer.models.tables import MappedTable
 from deepinfer.ops.lowbit import e4m3, e8m0
 
 ROWS, WIDTH = 5000, 64
