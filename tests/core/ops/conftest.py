@@ -30,6 +30,29 @@ def threads():
 
 
 @pytest.fixture
+def rows_apart(same_bits, threads):
+    """``rows_apart(rows, fn, counts, stride)``: a row's result has the same bits alone, among the
+    first and the last ``counts`` rows, in another order, and with one thread as with two.
+    """
+
+    def check(rows, fn, counts, stride):
+        most = len(rows)
+        threads(2)
+        whole = fn(rows)
+        some = range(0, most, stride)
+        same_bits(torch.cat([fn(rows[i : i + 1]) for i in some]), whole[some])
+        for count in counts:
+            same_bits(fn(rows[:count]), whole[:count])
+            same_bits(fn(rows[most - count :]), whole[most - count :])
+        order = torch.randperm(most, generator=torch.Generator().manual_seed(9))
+        same_bits(fn(rows[order]), whole[order])
+        threads(1)
+        same_bits(fn(rows), whole)
+
+    return check
+
+
+@pytest.fixture
 def same_bits():
     """``same_bits(a, b)``: equal shapes, dtypes and bits; NaN and the sign of zero count."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

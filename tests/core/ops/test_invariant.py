@@ -96,19 +96,10 @@ NAMES = sorted(row_functions(ops_of("reference", torch.float32), torch.float32))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_do_not_see_their_neighbours(backend, dtype, name, same_bits, threads):
+def test_rows_do_not_see_their_neighbours(backend, dtype, name, rows_apart):
     rows, fn = row_functions(ops_of(backend, dtype), dtype)[name]
-    threads(2)
-    whole = fn(rows)
-    some = range(0, MOST, 3)
-    same_bits(torch.cat([fn(rows[i : i + 1]) for i in some]), whole[some])
-    for count in COUNTS:
-        same_bits(fn(rows[:count]), whole[:count])
-        same_bits(fn(rows[MOST - count :]), whole[MOST - count :])
-    order = torch.randperm(MOST, generator=torch.Generator().manual_seed(9))
-    same_bits(fn(rows[order]), whole[order])
-    threads(1)
-    same_bits(fn(rows), whole)
+    assert len(rows) == MOST
+    rows_apart(rows, fn, COUNTS, 3)
 
 
 class Text:

@@ -65,16 +65,7 @@ def of_itself(rows):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(functions(torch.float32)))
-def test_rows_do_not_see_their_neighbours(dtype, name, same_bits, threads):
+def test_rows_do_not_see_their_neighbours(dtype, name, rows_apart):
     rows, fn = functions(dtype)[name]
-    threads(2)
-    whole = fn(rows)
-    some = range(0, MOST, 5)
-    same_bits(torch.cat([fn(rows[i : i + 1]) for i in some]), whole[some])
-    for count in COUNTS:
-        same_bits(fn(rows[:count]), whole[:count])
-        same_bits(fn(rows[MOST - count :]), whole[MOST - count :])
-    order = torch.randperm(MOST, generator=torch.Generator().manual_seed(9))
-    same_bits(fn(rows[order]), whole[order])
-    threads(1)
-    same_bits(fn(rows), whole)
+    assert len(rows) == MOST
+    rows_apart(rows, fn, COUNTS, 5)

@@ -1,5 +1,6 @@
 """Lets these tests import their harness, and loads golden checkpoints once."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -52,3 +53,22 @@ def a(goldens):
 def golden(request, goldens):
     """Every configuration that is there."""
     return goldens(request.param)
+
+
+@pytest.fixture(scope="session")
+def pictures():
+    """Recorded pictures, patches and rows, an open file."""
+    from safetensors import safe_open
+
+    with safe_open(DATA / "images.safetensors", "pt") as file:
+        yield file
+
+
+@pytest.fixture(scope="session")
+def vision_config(pictures):
+    """The tower's sizes where they were recorded."""
+    from deepinfer.models.deepseek_v41.images import VisionConfig
+
+    found = VisionConfig.read({"vision_config": json.loads(pictures.metadata()["vision_config"])})
+    assert found is not None
+    return found

@@ -21,7 +21,6 @@ from deepinfer.models.deepseek_v41.images import (
 )
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 DATA = Path(__file__).parents[3] / "data" / "deepseek-v41"
 RELEASED = VisionConfig(
@@ -37,19 +36,6 @@ RELEASED = VisionConfig(
 )
 PLANS = json.loads((DATA / "ops" / "ops.json").read_text())["image_plan_released"]
 NAMES = ("w100_h80", "w42_h42", "w300_h90", "w60_h400")
-
-
-@pytest.fixture(scope="module")
-def golden():
-    with safe_open(DATA / "images.safetensors", "pt") as file:
-        yield file
-
-
-@pytest.fixture(scope="module")
-def config(golden):
-    found = VisionConfig.read({"vision_config": json.loads(golden.metadata()["vision_config"])})
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("size", PLANS, ids=lambda s: f"{s['width']}x{s['height']}")
@@ -85,10 +71,10 @@ def test_an_image_without_pixels():
 
 
 @pytest.mark.parametrize("name", ["img_a", "img_b", "img_d"])
-def test_recorded_spans(golden, config, name):
+def test_recorded_spans(pictures, vision_config, name):
     sizes = {"img_a": [(100, 80)], "img_b": [(42, 42), (300, 90)], "img_d": [(60, 400), (100, 80)]}
-    types = golden.get_tensor(f"{name}/token_types")
-    spans = [t for size in sizes[name] for t in plan_image(*size, config).types()]
+    types = pictures.get_tensor(f"{name}/token_types")
+    spans = [t for size in sizes[name] for t in plan_image(*size, vision_config).types()]
     assert types[types != images.TEXT].tolist() == spans
 
 
@@ -101,14 +87,16 @@ def encoded(rgb, kind="png"):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_patches_bit_by_bit(golden, config, name):
+def test_recorded_patches_bit_by_bit(pictures, vision_config, name):
     pytest.importorskip("PIL")
-    image = PictureReader(config, 10).read(encoded(golden.get_tensor(f"image/{name}/rgb")), "here")
+    image = PictureReader(vision_config, 10).read(
+        encoded(pictures.get_tensor(f"image/{name}/rgb")), "here"
+    )
     pixels = torch.from_numpy(image.pixels)
-    plan = plan_sized(pixels.shape[1], pixels.shape[0], config)
+    plan = plan_sized(pixels.shape[1], pixels.shape[0], vision_config)
     assert plan.tokens == image.tokens
-    found = patches_of(pixels, plan, config.patch, torch.bfloat16)
-    want = golden.get_tensor(f"image/{name}/patches")
+    found = patches_of(pixels, plan, vision_config.patch, torch.bfloat16)
+    want = pictures.get_tensor(f"image/{name}/patches")
     assert found.shape == want.shape
     assert torch.equal(found.view(torch.int16), want.view(torch.int16))
 
@@ -137,9 +125,9 @@ def test_configurations_that_do_not_see():
         VisionConfig.read({"vision_config": {"max_wh_ratio": 7, "num_hidden_layers": 1}})
 
 
-def test_digests_are_of_pixels_and_shape(config):
+def test_digests_are_of_pixels_and_shape(vision_config):
     pytest.importorskip("PIL")
-    reader = PictureReader(config, 10)
+    reader = PictureReader(vision_config, 10)
     wide = torch.full((90, 120, 3), 7, dtype=torch.uint8)
     dot = wide.clone()
     dot[50, 60, 2] = 8
@@ -150,15 +138,15 @@ def test_digests_are_of_pixels_and_shape(config):
 
 
 @pytest.mark.parametrize("heads", [3, 5, 16])
-def test_heads_that_two_directions_cannot_share(golden, heads):
-    raw = {**json.loads(golden.metadata()["vision_config"]), "hidden_size": 32}
+def test_heads_that_two_directions_cannot_share(pictures, heads):
+    raw = {**json.loads(pictures.metadata()["vision_config"]), "hidden_size": 32}
     with pytest.raises(ModelLoadError, match=f"num_attention_heads={heads}") as why:
         VisionConfig.read({"vision_config": {**raw, "num_attention_heads": heads}})
     assert why.value.setting == "num_attention_heads"
 
 
-def test_a_limit_that_no_image_meets(golden):
-    raw = {**json.loads(golden.metadata()["vision_config"]), "max_image_tokens": 3}
+def test_a_limit_that_no_image_meets(pictures):
+    raw = {**json.loads(pictures.metadata()["vision_config"]), "max_image_tokens": 3}
     with pytest.raises(ModelLoadError, match="max_image_tokens=3; the smallest image takes 4"):
         VisionConfig.read({"vision_config": raw})
     found = VisionConfig.read({"vision_config": {**raw, "max_image_tokens": 4}})
