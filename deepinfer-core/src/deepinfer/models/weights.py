@@ -88,7 +88,7 @@ def load_weights(
     for rule in mine:
         joined = join(rule, checkpoint, dtype, round_to, plan.dequantize)
         if not isinstance(joined, MappedTable):
-            joined = ops.prepare(joined.to(device), _readers(rule, joined))
+            joined = ops.prepare(joined.to(device), rule.uses)
         total += size_of(joined)
         model.load(rule.parameter, joined)
         del joined
@@ -162,13 +162,6 @@ def join(
 def _block_scaled(rule: WeightRule) -> bool:
     """Whether a weight can be kept as stored: an op that multiplies block by block reads it."""
     return rule.stored is not None and any("scaled" in use for use in rule.uses)
-
-
-def _readers(rule: WeightRule, joined: Tensor | BlockScaled) -> tuple[str, ...]:
-    """The uses that may be asked to prepare it; dense ones take no weight as stored."""
-    if isinstance(joined, Tensor):
-        return rule.uses
-    return tuple(use for use in rule.uses if use not in ("linear", "grouped_linear"))
 
 
 def _joined_shape(rule: WeightRule) -> tuple[int, ...]:
