@@ -51,6 +51,9 @@ class EngineConfig(BaseModel):
         device: ``cpu``, ``cuda`` or ``npu``: only backends of that device type are candidates.
         quantization: None, or ``int8``: weights of layers and head as int8 with a scale for each 32
             values; rows are rounded alike where they meet one (as llama.cpp does with Q8_0).
+        load_format: ``auto`` reads the checkpoint; ``dummy`` fills the shapes of its config.json
+            with random numbers on the device, to measure with (no weight file is needed, and
+            without a tokenizer prompts are token ids).
         max_model_len: longest text in tokens; None takes the model's own.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens of one step; longer prefills run in chunks. None takes
@@ -92,6 +95,7 @@ class EngineConfig(BaseModel):
     backend: _Name | None = None
     device: Literal["cpu", "cuda", "npu"] | None = None
     quantization: Literal["int8"] | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = Field(default=None, ge=2, lt=2**63)
     max_num_seqs: int = Field(default=256, ge=1, le=65536)
     max_num_batched_tokens: _Count | None = None

@@ -250,6 +250,13 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return _from_directory(source.tokenizer_path, source)
 
 
+def has_tokenizer(source: ModelSource) -> bool:
+    """Whether there is anything for ``load_tokenizer`` to read."""
+    path = source.tokenizer_path
+    names = ("tokenizer.json", *_SLOW_FILES)
+    return path.is_file() or any((path / name).exists() for name in names)
+
+
 def _from_directory(directory: Path, source: ModelSource) -> Tokenizer:
     inner = _read_inner(directory)
     config = _json(directory / "tokenizer_config.json")

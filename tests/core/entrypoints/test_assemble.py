@@ -114,7 +114,7 @@ def test_both_doors_hand_every_argument_on(door, monkeypatch):
         "plugin_config": {"x": {"y": 1}}, "max_model_len": 7, "max_num_seqs": 8,
         "max_num_batched_tokens": 9, "page_size": 32, "kv_cache_memory": 10, "seed": 11,
         "num_threads": 12, "yoco_prefill_truncation_mode": "mask", "yoco_prefill_keep_tokens": 13,
-        "dequantize_weights": True,
+        "dequantize_weights": True, "load_format": "dummy",
     }  # fmt: skip
     for name, field in EngineConfig.model_fields.items():
         if name.endswith("parallel_size"):

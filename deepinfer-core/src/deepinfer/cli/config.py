@@ -106,7 +106,7 @@ def memory_facts(model: str, **engine: Any) -> dict[str, Any]:
     from deepinfer.worker.sizes import kv_options, size_kv
 
     made = EngineConfig.make(model=model, **engine)
-    checkpoint = open_checkpoint(resolve(made.model))
+    checkpoint = open_checkpoint(resolve(made.model), made.load_format)
     wanted = Wanted.by(made, checkpoint.config.get("architectures") or ())
     adapter = PluginManager().resolve(wanted, made).load("model")()
     shape = model_config(adapter, checkpoint)

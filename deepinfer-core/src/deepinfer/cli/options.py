@@ -30,6 +30,7 @@ _ENGINE: Final[Sequence[Option]] = (
     _opt("--backend", help="A backend plugin's name."),
     _opt("--device", type=click.Choice(["cpu", "cuda", "npu"])),
     _opt("--quantization", type=click.Choice(["int8"]), help="Of weights."),
+    _opt("--load-format", type=click.Choice(["auto", "dummy"]), help="dummy: random weights."),
     _opt("--max-model-len", type=int, help="Longest text in tokens."),
     _opt("--max-num-seqs", type=int, help="Requests that run at once."),
     _opt("--max-num-batched-tokens", type=int, help="Tokens of one step."),

@@ -133,11 +133,16 @@ def assemble(config: EngineConfig) -> Assembly:
         with times.stage("find the model"):
             from deepinfer.models.source import resolve
 
-            source = resolve(config.model, revision=config.revision, tokenizer=config.tokenizer)
+            source = resolve(
+                config.model,
+                revision=config.revision,
+                tokenizer=config.tokenizer,
+                weights=config.load_format != "dummy",
+            )
         with times.stage("import torch"):
             import torch  # noqa: F401  (most of a start; timed where it can be seen)
         with times.stage("read its header"):
-            raw, generation = _headers(source)
+            raw, generation = _headers(source, config.load_format)
         with times.stage("choose plugins"):
             from deepinfer.models.registry import architectures_of
 
@@ -145,9 +150,7 @@ def assemble(config: EngineConfig) -> Assembly:
             wanted = Wanted.by(config, architectures_of(raw))
             resolution = manager.resolve(wanted, config)
         with times.stage("tokenizer"):
-            from deepinfer.tokenizer import load_tokenizer
-
-            tokenizer = load_tokenizer(source)
+            tokenizer = _tokenizer(source, config.load_format)
         with times.stage("weights and KV"):
             executor: Executor = resolution.load("executor")()
             opened.callback(executor.close)
@@ -182,11 +185,20 @@ def assemble(config: EngineConfig) -> Assembly:
     return assembly
 
 
-def _headers(source: ModelSource) -> tuple[dict[str, Any], dict[str, Any]]:
+def _tokenizer(source: ModelSource, load_format: str) -> Tokenizer | None:
+    """The model's; None where dummy weights come without one, and prompts are token ids."""
+    from deepinfer.tokenizer import has_tokenizer, load_tokenizer
+
+    if load_format == "dummy" and not has_tokenizer(source):
+        return None
+    return load_tokenizer(source)
+
+
+def _headers(source: ModelSource, load_format: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checkpoint's config and generation_config; its tensors are not read."""
     from deepinfer.models.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, load_format)
     return checkpoint.config, checkpoint.generation_config
 
 
@@ -197,9 +209,9 @@ def _images(resolution: Resolution, raw: Mapping[str, Any]) -> PromptImages:
 
 
 def _end_ids(
-    tokenizer: Tokenizer, raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int
+    tokenizer: Tokenizer | None, raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int
 ) -> frozenset[int]:
-    ends = set(tokenizer.stop_token_ids)
+    ends = set() if tokenizer is None else set(tokenizer.stop_token_ids)
     for given in (generation.get("eos_token_id"), raw.get("eos_token_id")):
         ends.update([given] if isinstance(given, int) else given or ())
     return frozenset(i for i in ends if 0 <= i < vocab)

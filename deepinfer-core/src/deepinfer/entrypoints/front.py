@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from deepinfer.config import EngineConfig
 from deepinfer.entrypoints.assemble import Assembly, assemble
 from deepinfer.entrypoints.driver import Driver
+from deepinfer.errors import TokenizerError
 from deepinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class FrontDoor:
         backend: str | None = None,
         device: Literal["cpu", "cuda", "npu"] | None = None,
         quantization: Literal["int8"] | None = None,
+        load_format: Literal["auto", "dummy"] = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
@@ -70,6 +72,7 @@ class FrontDoor:
             backend=backend,
             device=device,
             quantization=quantization,
+            load_format=load_format,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -118,7 +121,13 @@ class FrontDoor:
         self._finalizer = weakref.finalize(self, self._driver.close)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: ``encode`` and ``decode``."""
+        """The model's tokenizer: ``encode`` and ``decode``.
+
+        Raises:
+            TokenizerError: dummy weights were opened without one.
+        """
+        if self.assembly.tokenizer is None:
+            raise TokenizerError("This engine has no tokenizer.", setting="tokenizer")
         tokenizer: Tokenizer = self.assembly.tokenizer
         return tokenizer
 

@@ -78,12 +78,14 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Open what ``resolve`` found.
+def open_checkpoint(source: ModelSource, load_format: str = "auto") -> Checkpoint:
+    """Open what ``resolve`` found; of ``dummy`` weights only the config is read.
 
     Raises:
         ModelLoadError: a file is missing, cut short or malformed, or its kind is unknown.
     """
+    if load_format == "dummy":
+        return ConfigCheckpoint(source)
     if source.kind == "gguf":
         return GGUFCheckpoint(source.path)
     return SafetensorsCheckpoint(source.path)
@@ -164,18 +166,15 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.config: dict[str, Any] = read_json(directory / "config.json")
-        self.generation_config: dict[str, Any] = {}
-        if (directory / "generation_config.json").exists():
-            self.generation_config = read_json(directory / "generation_config.json")
+        self.config: dict[str, Any]
+        self.generation_config: dict[str, Any]
+        self.config, self.generation_config = _configs(directory)
         self._shards: dict[str, Shard] = {}
         self._home: dict[str, Shard] = {}
         for name, file in _weight_map(directory).items():
             self._home[name] = self._shard_with(name, file)
-        nested = self.config.get("text_config")
-        said = {**(nested if isinstance(nested, dict) else {}), **self.config}
-        tie = said.get("tie_word_embeddings")
-        self.tied: bool = "lm_head.weight" not in self._home if tie is None else bool(tie)
+        tie = _tied(self.config)
+        self.tied: bool = "lm_head.weight" not in self._home if tie is None else tie
 
     def _shard_with(self, name: str, file: str) -> Shard:
         if file not in self._shards:
@@ -224,6 +223,66 @@ class SafetensorsCheckpoint:
 
         parts = [_fingerprint(self._shards[file]) for file in sorted(self._shards)]
         return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+class ConfigCheckpoint:
+    """No weights: what a config.json, or a GGUF file's header, says of a model."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._path = source.path
+        self.config: dict[str, Any]
+        self.generation_config: dict[str, Any]
+        if source.kind == "gguf":
+            file = GGUFCheckpoint(source.path)
+            self.config, self.generation_config = file.config, file.generation_config
+        else:
+            self.config, self.generation_config = _configs(source.path)
+        self.tied: bool = bool(_tied(self.config))
+
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise _no_tensor(self._path, name)
+
+    def tensor(
+        self, name: str, dtype: torch.dtype, *, round_to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        raise _no_tensor(self._path, name)
+
+    def file(self, name: str) -> Path:
+        raise _no_tensor(self._path, name)
+
+    def storage(self, name: str) -> str:
+        raise _no_tensor(self._path, name)
+
+    def bytes_into(self, name: str, out: torch.Tensor, begin: int = 0) -> None:
+        raise _no_tensor(self._path, name)
+
+    def extent(self, name: str) -> Extent:
+        raise _no_tensor(self._path, name)
+
+    def fingerprint(self) -> str:
+        """Of the config: KV of dummy weights is nobody else's."""
+        import hashlib
+
+        said = json.dumps(self.config, sort_keys=True, default=str)
+        return hashlib.sha256(f"dummy {said}".encode()).hexdigest()
+
+
+def _configs(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json, and generation_config.json or nothing."""
+    generation = directory / "generation_config.json"
+    config = read_json(directory / "config.json")
+    return config, read_json(generation) if generation.exists() else {}
+
+
+def _tied(config: dict[str, Any]) -> bool | None:
+    """Whether config.json ties the head to the embedding; None if it does not say."""
+    nested = config.get("text_config")
+    said = {**(nested if isinstance(nested, dict) else {}), **config}
+    tie = said.get("tie_word_embeddings")
+    return None if tie is None else bool(tie)
 
 
 def _fingerprint(shard: Shard) -> str:

@@ -50,7 +50,11 @@ class ModelSource:
 
 
 def resolve(
-    model: str, *, revision: str | None = None, tokenizer: str | None = None
+    model: str,
+    *,
+    revision: str | None = None,
+    tokenizer: str | None = None,
+    weights: bool = True,
 ) -> ModelSource:
     """Find a model, fetching it if it is ``demo`` or a hub id.
 
@@ -58,11 +62,12 @@ def resolve(
         model: a directory, a GGUF file, ``demo``, or a hub id such as ``org/name``.
         revision: branch, tag or commit on the hub; paths and local copies ignore it.
         tokenizer: where the tokenizer lies if not with the model; a path or a hub id.
+        weights: False: from a hub, fetch only what describes the model.
 
     Raises:
         ModelNotFoundError: nothing is there; the message says what was looked for and what to do.
     """
-    path, name = _find(model, revision, _MODEL_FILES, "model")
+    path, name = _find(model, revision, _MODEL_FILES if weights else _TOKENIZER_FILES, "model")
     kind: Literal["hf", "gguf"] = "gguf" if path.is_file() else "hf"
     if kind == "hf" and not (path / "config.json").exists():
         _no_config(path)

@@ -144,12 +144,14 @@ def join(
     if rule.stored == "table":
         (name,) = rule.sources
         return MappedTable(name, checkpoint.extent(name), checkpoint.extent(scale_name(name)))
-    if not dequantize and _block_scaled(rule):
+    if not dequantize and block_scaled(rule):
         return _as_stored(rule, checkpoint, device)
     if rule.stored is None and len(rule.sources) == 1 and not rule.stack:
         joined = checkpoint.tensor(rule.sources[0], dtype, round_to=round_to)
     else:
-        joined = torch.empty(_joined_shape(rule), dtype=dtype, device=device or "cpu")
+        joined = torch.empty(
+            joined_shape(rule.shapes, rule.stack), dtype=dtype, device=device or "cpu"
+        )
         places = _places(joined, rule.shapes, rule.stack)
         for name, place in zip(rule.sources, places, strict=True):
             if rule.stored is None:
@@ -159,15 +161,16 @@ def join(
     return joined if rule.view is None else joined.view(rule.view)
 
 
-def _block_scaled(rule: WeightRule) -> bool:
+def block_scaled(rule: WeightRule) -> bool:
     """Whether a weight can be kept as stored: an op that multiplies block by block reads it."""
     return rule.stored is not None and any("scaled" in use for use in rule.uses)
 
 
-def _joined_shape(rule: WeightRule) -> tuple[int, ...]:
-    first, *rest = rule.shapes
-    if rule.stack:
-        return (len(rule.shapes), *first)
+def joined_shape(shapes: Sequence[tuple[int, ...]], stack: bool) -> tuple[int, ...]:
+    """Of tensors of these shapes joined along dimension 0, or along a new one."""
+    first, *rest = shapes
+    if stack:
+        return (len(shapes), *first)
     return (first[0] + sum(shape[0] for shape in rest), *first[1:])
 
 
@@ -280,7 +283,7 @@ def weight_bytes(
         own = owned(rule, parallel)
         if own is None or own.stored == "table":
             continue
-        if not dequantize and _block_scaled(own):
+        if not dequantize and block_scaled(own):
             total += sum(part.elements for part in parts_of(own))
         else:
             size = torch.float32.itemsize if own.exact else dtype.itemsize

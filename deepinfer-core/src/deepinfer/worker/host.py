@@ -19,6 +19,7 @@ from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
 from deepinfer.errors import ConfigError, shown
 from deepinfer.models.checkpoint import open_checkpoint
+from deepinfer.models.dummy import make_weights
 from deepinfer.models.registry import architectures_of, image_reader, model_config
 from deepinfer.models.source import resolve
 from deepinfer.models.weights import LoadPlan, load_weights
@@ -78,8 +79,13 @@ class Host:
         """
         times: dict[str, float] = {}
         with _phase(times, "open"):
-            source = resolve(config.model, revision=config.revision, tokenizer=config.tokenizer)
-            checkpoint = open_checkpoint(source)
+            source = resolve(
+                config.model,
+                revision=config.revision,
+                tokenizer=config.tokenizer,
+                weights=config.load_format != "dummy",
+            )
+            checkpoint = open_checkpoint(source, config.load_format)
             backend: Backend = resolution.load("backend")()
             device = backend.open(0)
         try:
@@ -224,7 +230,11 @@ def _load(
     if dequantize is None:
         dequantize = backend.facts().dequantize
     plan = LoadPlan(known=adapter.unread, parallel=parallel, dequantize=dequantize)
-    nbytes = load_weights(model, adapter.weights(mine), checkpoint, ops, dtype, plan=plan)
+    rules = adapter.weights(mine)
+    if config.load_format == "dummy":
+        nbytes = make_weights(model, rules, ops, dtype, plan)
+    else:
+        nbytes = load_weights(model, rules, checkpoint, ops, dtype, plan=plan)
     reader = image_reader(adapter, checkpoint.config)
     return _Loaded(model, ops, mine, spec, dtype, nbytes, -1 if reader is None else reader.token)
 
