@@ -162,18 +162,19 @@ def test_a_batch_of_three(a):
     assert errors.median() <= 2e-5
 
 
+@pytest.mark.parametrize("recorded", [False, True], ids=["ours", "recorded order"])
 @pytest.mark.parametrize("prompt", ["p200", "p700", "p1500"])
-def test_choices_of_long_prompts(golden, prompt):
+def test_choices_of_long_prompts(golden, prompt, recorded):
     """Experts and entries, as sets: all but the rows behind a flip."""
     if f"{prompt}/f32/top_ids" not in golden:
         pytest.skip("not recorded")
     heard = {"route": [], "select_sparse": []}
-    rig = golden.rig("f32")
+    rig = golden.rig("f32", recorded=recorded)
     with (
         rig.listen("route", heard["route"], lambda _, y: y[0]),
         rig.listen("select_sparse", heard["select_sparse"], lambda _, y: y.entries),
     ):
-        logits = whole(golden, "f32", prompt)
+        logits = whole(golden, "f32", prompt, recorded=recorded)
     sources, shares = iter(heard["select_sparse"]), []
     for layer in range(golden.config.layers):
         at = f"{prompt}/f32/L{layer:02d}"
@@ -194,6 +195,7 @@ def test_choices_of_long_prompts(golden, prompt):
         assert min(share for share, _ in shares[:3]) >= 0.99
     # In b a code flips at row 32 of p700, with either linear (noise of 2e-7 flips it back), and
     # every later row reads it: deep selections differ, logits by less than bf16's from f32's.
-    measured = golden.folder.name == "a"
-    assert not measured or min(shares)[0] >= 0.7
+    # Added up in the recorder's order it does not (test_recorded_order).
+    measured = recorded or golden.folder.name == "a"
+    assert not measured or min(shares, default=(1.0,))[0] >= 0.7
     assert off <= (0.1 if measured else 0.42)

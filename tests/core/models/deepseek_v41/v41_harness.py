@@ -24,6 +24,7 @@ from deepinfer.ops.table import OpSet
 from deepinfer.parallel import single
 from deepinfer.worker.kvpool import KVPool
 from deepinfer.worker.late import late_batch
+from recorded_order import recorded_ops
 from safetensors.torch import load_file
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -55,9 +56,13 @@ class Golden:
         names = {k.split("/")[0] for k in self.arrays if f"/{mode}/top_values" in k}
         return sorted((n for n in names if int(n[1:]) <= most), key=lambda n: int(n[1:]))
 
-    def rig(self, mode: str, dequantize: bool = True, native: bool = False) -> Rig:
-        """A loaded model; made once."""
-        key = (mode, dequantize, native)
+    def rig(
+        self, mode: str, dequantize: bool = True, native: bool = False, recorded: bool = False
+    ) -> Rig:
+        """A loaded model; made once. On the invariant reference, or the native ops, or those that
+        add up in the recorder's order.
+        """
+        key = (mode, dequantize, native, recorded)
         if key not in self._rigs:
             self._rigs[key] = Rig(self, *key)
         return self._rigs[key]
@@ -66,12 +71,14 @@ class Golden:
 class Rig:
     """A golden model, loaded. ``mode`` f32 or bf16: the type of weights and of rows."""
 
-    def __init__(self, golden: Golden, mode: str, dequantize: bool, native: bool) -> None:
+    def __init__(
+        self, golden: Golden, mode: str, dequantize: bool, native: bool, recorded: bool
+    ) -> None:
         self.golden, self.config, self.dtype = golden, golden.config, DTYPES[mode]
         context = OpContext(
             dtype=self.dtype, device=CPU, activation_dtype=self.dtype, num_threads=1
         )
-        provided = invariant_ops()
+        provided = recorded_ops() if recorded else invariant_ops()
         if native:
             from deepinfer.native.backend import NativeCPUBackend
 
