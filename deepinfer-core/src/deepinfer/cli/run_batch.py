@@ -16,9 +16,9 @@ from typing import IO, Any, Final
 
 import click
 
-from deepinfer.cli.batch_body import body_params, check_model
 from deepinfer.cli.options import engine_options, open_llm
 from deepinfer.cli.reading import TEXT_FILE, as_json
+from deepinfer.entrypoints.bodies import body_params, chat_options, check_model
 from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
 
 _CHAT: Final = "/v1/chat/completions"
@@ -122,16 +122,7 @@ def _names(llm: Any) -> tuple[str, ...]:
 
 
 def _prompt(llm: Any, body: Mapping[str, Any]) -> Any:
-    from deepinfer.chat import ChatOptions
-
-    options = ChatOptions(
-        tools=body.get("tools"),
-        tool_choice=body.get("tool_choice"),
-        response_format=body.get("response_format"),
-        format_is_forced=True,  # body_params makes a grammar of it
-        reasoning_effort=body.get("reasoning_effort"),
-        template_kwargs=body.get("chat_template_kwargs") or {},
-    )
+    options = chat_options(body)
     return llm.assembly.render_chat(body.get("messages"), options, body.get("chat_template"))
 
 

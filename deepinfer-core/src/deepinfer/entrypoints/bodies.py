@@ -1,7 +1,8 @@
-"""What the body of a batch line asks, in our words.
+"""What an OpenAI body asks, in our words.
 
-Where you are: between a line of ``run-batch`` and ``SamplingParams``. Every field is honoured or
-refused by name; only labels (``user``, ``metadata``), which change no answer, are passed over.
+Where you are: between ``run-batch`` or the HTTP server and ``SamplingParams``. Every field is
+honoured or refused by name; only labels (``user``, ``metadata``), which change no answer, are
+passed over.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from deepinfer.chat import ChatOptions
 from deepinfer.errors import InvalidRequestError
 
 # Fields of a body that mean what SamplingParams means by the same name.
@@ -25,7 +27,7 @@ _CHAT: Final = (
 )  # fmt: skip
 _TEXT: Final = ("prompt",)
 _LABELS: Final = ("user", "metadata")
-# What a batch does anyway, and so the only values that can be asked for.
+# What is done anyway, and so the only values that can be asked for.
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "stream": (False,),
     "store": (False,),
@@ -61,6 +63,18 @@ def body_params(body: Mapping[str, Any], base: Any, chat: bool) -> Any:
     return SamplingParams(**{**base.model_dump(exclude_unset=True), **given})
 
 
+def chat_options(body: Mapping[str, Any]) -> ChatOptions:
+    """What a conversation's body wishes beside its messages and its sampling parameters."""
+    return ChatOptions(
+        tools=body.get("tools"),
+        tool_choice=body.get("tool_choice"),
+        response_format=body.get("response_format"),
+        format_is_forced=True,  # body_params makes a grammar of it
+        reasoning_effort=body.get("reasoning_effort"),
+        template_kwargs=body.get("chat_template_kwargs") or {},
+    )
+
+
 def _check_fields(body: Mapping[str, Any], chat: bool) -> None:
     """Refuse what would be passed over in silence."""
     known = (*_SAME, *_OURS, *(_CHAT if chat else _TEXT), *_LABELS, *_FIXED)
@@ -72,7 +86,7 @@ def _check_fields(body: Mapping[str, Any], chat: bool) -> None:
         if value is not None and value not in possible:
             listed = " or ".join(map(repr, possible))
             raise InvalidRequestError(
-                f"{name}={value!r} is not possible in a batch.",
+                f"{name}={value!r} is not possible here.",
                 setting=name,
                 next_step=f"Give {listed}, or leave it out.",
             )
