@@ -118,8 +118,12 @@ class Assembly:
         }
 
 
-def assemble(config: EngineConfig) -> Assembly:
+def assemble(config: EngineConfig, observers: Sequence[Observer] = ()) -> Assembly:
     """Open everything that the configuration names.
+
+    Args:
+        config: what to open.
+        observers: told of steps and requests, after those of plugins.
 
     Raises:
         DeepInferError: what is missing or broken; whatever was opened before is closed again.
@@ -165,7 +169,7 @@ def assemble(config: EngineConfig) -> Assembly:
                 facts,
                 tokenizer=tokenizer,
                 policy=resolution.load("policy")(),
-                observers=cast("list[Observer]", manager.observers(config)),
+                observers=[*cast("list[Observer]", manager.observers(config)), *observers],
             )
             opened.callback(engine.close)
         ends = _end_ids(tokenizer, raw, generation, facts.vocab_size)

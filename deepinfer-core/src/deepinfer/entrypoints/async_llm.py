@@ -63,11 +63,23 @@ class AsyncLLM(FrontDoor):
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"r{next(self._ids)}"
-        if name in self._streams:
-            raise InvalidRequestError(
-                f"A request with the id {name!r} is still running.", setting="request_id"
-            )
-        prepared = self._prepare(name, prompt, params, priority)
+        self._check_free(name)
+        inner = self._run(name, self._prepare(name, prompt, params, priority))
+        try:
+            async for output in inner:
+                yield output
+        finally:
+            await inner.aclose()
+
+    def stream(self, prepared: Prepared) -> AsyncGenerator[RequestOutput, None]:
+        """Run what ``assembly.preparer`` made, on another thread perhaps; else as ``generate``.
+
+        For servers: reading a long prompt does not hold up the event loop then.
+        """
+        return self._run(prepared.request_id, prepared)
+
+    async def _run(self, name: str, prepared: Prepared) -> AsyncGenerator[RequestOutput, None]:
+        self._check_free(name)
         board = self._switchboard()
         stream = _Stream(name, prepared)
         self._streams[name] = stream
@@ -165,6 +177,12 @@ class AsyncLLM(FrontDoor):
         trace: TracebackType | None,
     ) -> None:
         await self.shutdown()
+
+    def _check_free(self, name: str) -> None:
+        if name in self._streams:
+            raise InvalidRequestError(
+                f"A request with the id {name!r} is still running.", setting="request_id"
+            )
 
     def _prepare(
         self, name: str, prompt: Prompt, params: SamplingParams, priority: int
