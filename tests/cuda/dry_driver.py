@@ -7,6 +7,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +16,11 @@ from triton.backends.driver import DriverBase
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = 232448
+MNEMONICS = (
+    *("HMMA", "HGMMA", "QGMMA", "QMMA", "UTCHMMA", "UTCQMMA", "IMMA"),  # matrix instructions
+    *("UTMALDG", "UTMASTG", "UBLKCP", "LDGSTS", "LDTM", "STTM"),  # copies
+    *("STL", "LDL"),  # local memory
+)
 
 
 class DryDriver(DriverBase):
@@ -56,8 +62,16 @@ class DryDriver(DriverBase):
         return True
 
 
+class Usage(NamedTuple):
+    """Of a thread: registers and bytes of local memory; ``found``: SASS mnemonics that matter."""
+
+    registers: int
+    stack: int
+    found: dict[str, int]
+
+
 def resources(cubin):
-    """(registers, bytes of local memory, SASS mnemonics that matter) of a compiled kernel."""
+    """What a compiled kernel takes and uses."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -65,9 +79,8 @@ def resources(cubin):
         sass = _tool("nvdisasm", "-c", file.name)
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
     stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
-    wanted = r"\b(UTCHMMA|HGMMA|HMMA|UTMALDG|UTMASTG|LDGSTS|STL|LDL)\b"
-    found = re.findall(wanted, sass)
-    return registers, stack, {name: found.count(name) for name in set(found)}
+    found = re.findall(rf"\b({'|'.join(MNEMONICS)})\b", sass)
+    return Usage(registers, stack, {name: found.count(name) for name in sorted(set(found))})
 
 
 def _tool(name, *arguments):

@@ -1,7 +1,7 @@
 """The kit's cases of this backend's ops on Triton's interpreter: ``test_kernels`` runs it.
 
 Needs ``TRITON_INTERPRET=1``; tiles and launches are those of the GPU, arithmetic is numpy's.
-Arguments: ops, all if none. Leaves with 1 if a case is wrong.
+Arguments: ops, all if none; then every kernel must have run. Leaves with 1 if a case is wrong.
 """
 
 import sys
@@ -13,7 +13,9 @@ from deepinfer.ops.table import OpSet
 from deepinfer.testing.conformance.compare import difference, tolerance
 from deepinfer.testing.conformance.inputs import CASES
 from deepinfer.testing.conformance.kit import DTYPES, Run, reference_run, tensors
+from deepinfer_backend_cuda import attention
 from deepinfer_backend_cuda.backend import CudaBackend
+from registry import is_gluon, kernels, unreached
 
 CPU = torch.device("cpu")
 
@@ -32,8 +34,44 @@ def wrong(case, dtype):
     return [text for text in found if text]
 
 
+def long_text(dtype):
+    """What is wrong with attention to several pieces of a text, walked or side by side.
+
+    The kit's texts are shorter than one piece.
+    """
+    kind, keys, page = DTYPES[dtype], 2 * attention.PIECE + 90, 16
+    pages = -(-keys // page)
+    source = torch.Generator().manual_seed(5)
+    q = torch.randn(3, 4, 32, generator=source).to(kind)
+    k, v = (torch.randn(pages, page, 2, 32, generator=source).to(kind) for _ in range(2))
+    table = torch.randperm(pages, generator=source).int()[None]
+    step = table, torch.tensor([keys]), torch.tensor([0, 3], dtype=torch.int32), page
+    reference = reference_run(dtype).ops
+    want = reference.attention(q, k, v, reference.plan_attention(*step), 0.2)
+    bound, results = tolerance("attention", dtype), []
+    for pieces in (1, 3):
+        tile, plan = attention.Tile(16, 4, 1), attention.plan_attention(*step)
+        got = attention.launch(q, k, v, plan, 0.2, (None, None, None), tile, pieces)
+        results.append(got)
+        for one, other in zip(got, want, strict=True):
+            if said := difference(one, other, bound):
+                yield f"attention of {pieces} pieces, {dtype}: {said}"
+    if not all(map(torch.equal, *results)):
+        yield f"attention, {dtype}: pieces side by side are not the bits of one walk"
+
+
+def watched():
+    """The names of kernels that are launched from here on."""
+    reached = set()
+    for name, kernel in kernels().items():
+        if not is_gluon(kernel):
+            kernel.add_pre_run_hook(lambda *args, name=name, **kwargs: reached.add(name))
+    return reached
+
+
 def main():
     torch.set_num_threads(1)
+    reached = watched()
     served = {op for op, origin in run_of("float32").ops.origin.items() if origin == "cuda"}
     ops, bad, ran = set(sys.argv[1:]) or served, 0, 0
     for case in CASES:
@@ -42,6 +80,13 @@ def main():
             if said := wrong(case, dtype):
                 bad += 1
                 print(case.op, case.name, dtype, said)
+    for dtype in () if sys.argv[1:] else ("float32", "bfloat16"):
+        for said in long_text(dtype):
+            bad += 1
+            print(said)
+    for name in () if sys.argv[1:] else unreached(reached, gluon=False):
+        bad += 1
+        print(name, "is run by no case of the conformance kit, nor by one of this file")
     print(f"{ran} cases, {bad} wrong")
     return 1 if bad or not ran else 0
 

@@ -1,0 +1,67 @@
+"""Launches of a dense decoder's step, at the shapes of an 8B and of a 135M model."""
+
+from functools import partial
+
+import torch
+from deepinfer_backend_cuda import attention, linear, rows, sampling
+from registry import SM90, SM100, Launch
+
+BF = torch.bfloat16
+WARPS = {SM90: frozenset({"HMMA"}), SM100: frozenset({"HMMA"})}
+"""Tiles of 16 rows: the instruction of one warp."""
+WHOLE = {SM90: frozenset({"HGMMA"}), SM100: frozenset({"UTCHMMA"})}
+"""Tiles of 64 rows and more: a warp group's, or tensor memory's."""
+PRODUCT = {SM90: frozenset({"HGMMA", "UTMALDG"}), SM100: frozenset({"UTCHMMA", "UTMALDG"})}
+"""The same, fed by tensor descriptors."""
+TIGHT = {"attention_kernel": {SM90: 24, SM100: 48}}
+"""Attention stands at 255 registers: what ptxas 12.8 spills there, so that more is noticed."""
+
+
+def launches():
+    yield from attentions()
+    yield from products()
+    yield from others()
+
+
+def attentions():
+    for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64)):
+        cache = torch.zeros(4, 16, kv_heads, dim, dtype=BF)
+        for tokens, requests in ((1, 1), (512, 512), (512, 2)):
+            cu_q = torch.linspace(0, tokens, requests + 1).int()
+            lengths = torch.ones(requests, dtype=torch.int64)
+            table = torch.zeros(requests, 64, dtype=torch.int32)
+            q = torch.zeros(tokens, heads, dim, dtype=BF)
+
+            def run(q=q, cache=cache, table=table, lengths=lengths, cu_q=cu_q):
+                plan = attention.plan_attention(table, lengths, cu_q, 16)
+                attention.attention(q, cache, cache.clone(), plan, 0.1)
+
+            needs = {"attention_kernel": WHOLE if tokens > requests else WARPS}
+            yield Launch(
+                f"attention {heads}/{kv_heads}x{dim} {tokens} of {requests}", run, needs, TIGHT
+            )
+
+
+def products():
+    for m in (1, 32, 64, 128, 256, 512):
+        for n, k in ((576, 576), (4096, 4096), (6144, 4096), (28672, 4096)):
+            x, w = torch.zeros(m, k, dtype=BF), torch.zeros(n, k, dtype=BF)
+            run = partial(linear.linear, x, w)
+            yield Launch(f"linear {m}x{n}x{k}", run, {"gemm_kernel": PRODUCT})
+    x, w = torch.zeros(5, 96), torch.zeros(64, 96)
+    yield Launch("linear float32", partial(linear.linear, x, w))
+    yield Launch("linear K=99", partial(linear.linear, x[:, :33].to(BF), w[:, :33].to(BF)))
+
+
+def others():
+    x, at = torch.zeros(5, 8192, dtype=BF), torch.zeros(5, dtype=torch.int64)
+    cache, angles = torch.zeros(4, 16, 8, 128, dtype=BF), torch.zeros(9, 128)
+    qkv, k = torch.zeros(5, 48 * 128, dtype=BF), torch.zeros(5, 8, 128, dtype=BF)
+    heads, logits = (32, 8, 128), torch.zeros(5, 50000)
+    yield Launch("rms_norm", partial(rows.rms_norm, x, x[0], 1e-5))
+    yield Launch("add_rms_norm", partial(rows.add_rms_norm, x, x, x[0], 1e-5))
+    yield Launch("silu_mul", partial(rows.silu_mul, x))
+    yield Launch("rope", partial(rows.rope, k, at, angles))
+    yield Launch("rope_write", partial(rows.rope_write, qkv, heads, at, angles, (cache, cache), at))
+    yield Launch("kv_write", partial(rows.kv_write, k, k, cache, cache, at))
+    yield Launch("gumbel", partial(sampling.gumbel_argmax, logits, at.float(), at, at))
