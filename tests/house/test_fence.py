@@ -36,6 +36,7 @@ TABLE = {
     # `deepinfer verify` and `bench` run these two on request; nothing else may.
     "cli": (f"{PLAIN} {DOOR} __init__", "* testing benchmarking", "lazy", "click tqdm numpy"),
     "benchmarking": (f"{PLAIN} {DOOR} __init__", "*", "lazy", "numpy"),
+    "recipes": (f"{PLAIN} api discovery sampling_params", "plugins", "never", "pydantic"),
     "serving": (f"{PLAIN} {DOOR}", "executors", "lazy", "numpy"),
     "server": (f"{PLAIN} {DOOR} serving", "executors", "lazy", ""),
     "ops": (f"{PLAIN} api sampling", "", "yes", "numpy"),

@@ -8,6 +8,7 @@ the library never does.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ _COMMANDS: Final = {
     "generate": ("deepinfer.cli.generate:generate", "Continue prompts: arguments, files, stdin."),
     "chat": ("deepinfer.cli.chat:chat", "Talk with a model in the terminal."),
     "run-batch": ("deepinfer.cli.run_batch:run_batch", "Run an OpenAI batch file."),
+    "recipe": ("deepinfer.cli.recipe:recipe", "Entities, SQL, classification, documents to data."),
     "bench": ("deepinfer.cli.bench:bench", "Measure latency, throughput and start-up."),
     "verify": ("deepinfer.cli.verify:verify", "Check promises on this machine: determinism."),
     "plugins": ("deepinfer.cli.plugins:plugins", "List, diagnose and create plugins."),
@@ -60,7 +62,14 @@ def cli(ctx: click.Context, verbose: int, debug: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code."""
-    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+    code = run(list(sys.argv[1:] if argv is None else argv))
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # full or closed, which was said; let nothing try it again
+            code = code or 1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 def run(argv: list[str]) -> int:
@@ -84,6 +93,11 @@ def run(argv: list[str]) -> int:
             click.echo(why.next_step, err=True)
         bad_input = (errors.ConfigError, errors.InvalidRequestError, errors.ModelNotFoundError)
         return 2 if isinstance(why, bad_input) else 1
+    except OSError as why:  # a full disk behind what a command prints
+        if "--debug" in argv:
+            traceback.print_exc()
+        click.echo(f"error: {why.filename or 'output'}: {why.strerror or why}.", err=True)
+        return 1
 
 
 if __name__ == "__main__":

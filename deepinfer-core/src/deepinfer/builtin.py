@@ -11,6 +11,7 @@ from deepinfer.api.specs import (
     ExecutorSpec,
     ModelSpec,
     PolicySpec,
+    RecipeSpec,
     SamplerSpec,
     Spec,
 )
@@ -26,7 +27,7 @@ def native_kernels() -> str | None:
 @hookimpl
 def deepinfer_provide() -> list[Spec]:
     """Everything in ``deepinfer-core`` that a configuration can name."""
-    return [*_backends(), *_models(), *_engine_rooms()]
+    return [*_backends(), *_models(), *_engine_rooms(), *_recipes()]
 
 
 def _backends() -> list[Spec]:
@@ -83,4 +84,17 @@ def _engine_rooms() -> list[Spec]:
         PolicySpec(name="priority", load=f"{policies}:PriorityPolicy"),
         ExecutorSpec(name="local", load="deepinfer.executors.local:LocalExecutor"),
         SamplerSpec(name="gumbel", load="deepinfer.sampling.sampler:GumbelSampler"),
+    ]
+
+
+def _recipes() -> list[Spec]:
+    recipes = {
+        "classify": ("Classification", "labels or the fields of a type, for a text"),
+        "ner": ("NamedEntities", "named entities and where they stand"),
+        "sql": ("SQLGeneration", "a query for a question, over a given database"),
+        "transform": ("Transformation", "a document into a given type"),
+    }
+    return [
+        RecipeSpec(name=name, load=f"deepinfer.recipes:{of}", about=about)
+        for name, (of, about) in recipes.items()
     ]

@@ -122,7 +122,13 @@ class SpeculatorSpec(Spec):
     Attributes:
         planner: the ``DraftPlanner`` (brain side: no torch behind it).
         drafter: the ``Drafter`` (rank side).
-        verifier: the ``Verifier`` (rank side); empty for core's equality rule.
+        verifier: the ``Verifier`` of the ratio rule (rank side), called with a
+            ``VerifierContext``; empty where only core's equality rule is kept.
+        options: names of further options (``speculative={"method": …, NAME: …}``) that it takes;
+            core refuses others by name.
+        architectures: of draft checkpoints (``model=``) that it reads.
+        carried: fields of a target's config.json; a target that has one carries this draft with
+            it, so that it is found without a name.
     """
 
     kind: ClassVar[str] = "speculator"
@@ -131,6 +137,9 @@ class SpeculatorSpec(Spec):
     planner: str
     drafter: str
     verifier: str = ""
+    options: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
     def parts(self) -> dict[str, str]:
         parts = {"planner": self.planner, "drafter": self.drafter}
@@ -178,3 +187,16 @@ class RouterSpec(Spec):
     """A ``Router`` class: which replica takes a request. Brain side: no torch behind it."""
 
     kind: ClassVar[str] = "router"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSpec(Spec):
+    """A :class:`deepinfer.recipes.Recipe` class, made with its options as keywords.
+
+    Attributes:
+        about: one line for lists.
+    """
+
+    kind: ClassVar[str] = "recipe"
+
+    about: str = ""

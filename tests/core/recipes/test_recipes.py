@@ -1,0 +1,273 @@
+"""Recipes without a model: questions, checks, merging and the repair loop."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+from deepinfer import SamplingParams
+from deepinfer.errors import InvalidRequestError
+from deepinfer.recipes import (
+    Classification,
+    NamedEntities,
+    SQLGeneration,
+    Transformation,
+    arun,
+    run,
+)
+from deepinfer.recipes.schemas import bounded, objections
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, field_validator
+
+DDL = """
+CREATE TABLE artist (id INTEGER PRIMARY KEY, name TEXT NOT NULL, born DATE);
+CREATE TABLE album (id INTEGER PRIMARY KEY, title TEXT, year INTEGER, "order" INTEGER,
+  artist_id INTEGER REFERENCES artist (id));
+"""
+
+
+class Scripted:
+    """Answers in order, whatever is asked; remembers what was."""
+
+    def __init__(self, *answers, finish="stop"):
+        self.answers = list(answers)
+        self.finish = finish
+        self.asked = []
+
+    def chat(self, talks, params):
+        if isinstance(params, SamplingParams):  # as AsyncLLM
+            return self._stream(talks, params)
+        return [self._next(talk, wish) for talk, wish in zip(talks, params, strict=True)]
+
+    async def _stream(self, talk, params):
+        yield self._next(talk, params)
+
+    def _next(self, talk, params):
+        self.asked.append((talk, params))
+        text = self.answers.pop(0)
+        said = SimpleNamespace(text=text, message=None, finish_reason=self.finish)
+        return SimpleNamespace(outputs=[said], error=None)
+
+
+def js(**fields):
+    return json.dumps(fields)
+
+
+def test_classification_asks_under_its_labels():
+    llm = Scripted(js(label="b"))
+    (result,) = run(llm, Classification(labels=("a", "b")), ["text"])
+    assert result.valid and result.value == {"label": "b"} and result.repairs == 0
+    ((talk, params),) = llm.asked
+    assert params.so_args.rule["properties"]["label"]["enum"] == ["a", "b"]
+    assert talk[-1]["content"] == "text" and params.temperature == 0.0 and params.max_tokens is None
+
+
+def test_several_labels_come_in_their_own_order():
+    llm = Scripted(js(b=True, a=True, c=False))
+    (result,) = run(llm, Classification(labels=("a", "b", "c"), multiple=True), ["text"])
+    assert result.value == {"labels": ["a", "b"]}
+
+
+def test_what_is_wrong_is_asked_again_and_told():
+    class Even(BaseModel):
+        n: int
+
+    recipe = Classification(
+        fields={**Even.model_json_schema(), "properties": {"n": {"maximum": 3}}}
+    )
+    llm = Scripted(js(n=9), js(n=2))
+    (result,) = run(llm, recipe, ["text"])
+    assert result.value == {"n": 2} and result.valid and result.repairs == 1
+    assert result.steps[0].problems and not result.steps[1].problems
+    again = llm.asked[1][0]
+    assert again[-2] == {"role": "assistant", "content": js(n=9)}
+    assert result.steps[0].problems[0] in again[-1]["content"]
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_repairs_are_bounded_and_what_is_left_is_said(most):
+    recipe = Classification(fields={"type": "object", "properties": {"n": {"maximum": 3}}})
+    llm = Scripted(*[js(n=9)] * 9)
+    (result,) = run(llm, recipe, ["text"], max_repairs=most)
+    assert len(llm.asked) == 1 + most and result.repairs == most
+    assert not result.valid and "9" in result.problems[0] and result.value == {"n": 9}
+
+
+def test_a_cut_answer_is_a_problem_and_no_value():
+    (result,) = run(
+        Scripted(js(label="a"), finish="length"),
+        Classification(labels=("a",)),
+        "text",
+        max_repairs=0,
+    )
+    assert result.value is None and "length" in result.problems[0]
+
+
+def test_texts_are_worked_on_at_once():
+    llm = Scripted(js(label="a"), js(label="b"), js(label="a"))
+    results = run(llm, Classification(labels=("a", "b")), ["x", "y", "z"])
+    assert [r.value["label"] for r in results] == ["a", "b", "a"]
+
+
+def test_an_event_loop_does_the_same():
+    recipe = NamedEntities(chunk_words=3)
+    answers = [js(entities=[{"text": "Ada", "type": "person"}]), js(entities=[])]
+    on_loop = asyncio.run(arun(Scripted(*answers), recipe, "Ada went home. Then she slept."))
+    (plain,) = run(Scripted(*answers), recipe, ["Ada went home. Then she slept."])
+    assert on_loop == plain and plain.value[0]["text"] == "Ada"
+
+
+@pytest.mark.parametrize("wish", [{"n": 2}, {"so_args": {"schema_type": "regex", "schema": "a"}}])
+def test_what_the_recipe_sets_may_not_be_given(wish):
+    with pytest.raises(InvalidRequestError, match=next(iter(wish))):
+        run(
+            Scripted(), Classification(labels=("a",)), ["x"], sampling_params=SamplingParams(**wish)
+        )
+
+
+@given(st.text(alphabet="Ab .,\n'„“", min_size=1, max_size=120))
+def test_every_entity_that_can_be_written_stands_in_the_text(text):
+    for ask in NamedEntities(max_words=3).parts(text):
+        rule = ask.so_args["schema"]["properties"]["entities"]
+        runs = rule["items"].get("properties", {}).get("text", {}).get("enum", [])
+        assert all(r in text and r.strip() == r and len(r.split()) <= 3 for r in runs)
+        assert runs or rule["maxItems"] == 0
+
+
+def test_entities_are_placed_sorted_and_listed_once():
+    text = "Ada met Bob. Bob met Ada in Rome."
+    said = [("Rome", "location"), ("Bob", "person"), ("Ada", "person"), ("Bob", "person")]
+    answer = js(entities=[{"text": t, "type": k} for t, k in said])
+    (result,) = run(Scripted(answer), NamedEntities(), [text])
+    assert [(e["text"], e["start"]) for e in result.value] == [("Ada", 0), ("Bob", 8), ("Rome", 28)]
+    assert all(text[e["start"] : e["end"]] == e["text"] for e in result.value)
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("SELECT name FROM artist WHERE id > 3", None),
+        ("SELECT a.title FROM album AS a JOIN artist AS b ON a.artist_id = b.id", None),
+        ("WITH t AS (SELECT id FROM artist) SELECT id FROM t", None),
+        ("SELECT count(*) FROM ARTIST", None),
+        ("SELECT nothing FROM artist", "nothing"),
+        ("SELECT * FROM nowhere", "nowhere"),
+        ("SELECT id FROM artist WHERE id IN (SELECT song FROM album)", "song"),
+        ("DROP TABLE artist", "DROP"),
+        ("INSERT INTO artist (id) VALUES (1)", "INSERT"),
+        ("SELECT 1; SELECT 2", "2 statements"),
+        ("SELECT FROM WHERE", "no sqlite SQL"),
+        ("", "0 statements"),
+    ],
+)
+def test_queries_are_checked_against_the_database(query, problem):
+    found = SQLGeneration(ddl=DDL).check_query(query)
+    assert (found == []) if problem is None else problem in found[0]
+
+
+def test_a_free_query_is_repaired():
+    llm = Scripted(js(sql="SELECT x FROM artist"), js(sql="SELECT name FROM artist"))
+    (result,) = run(llm, SQLGeneration(ddl=DDL, queries="any"), ["Which names?"])
+    assert result.value == "SELECT name FROM artist" and result.valid and result.repairs == 1
+
+
+class Person(BaseModel):
+    name: str
+    age: int | None = None
+
+
+class Report(BaseModel):
+    title: str
+    people: list[Person] = []
+    mood: Literal["good", "bad"]
+
+
+@dataclass
+class Point:
+    x: int
+    y: int
+
+
+def test_types_become_schemas():
+    for target in (Report, Point, Point.__name__ and Report.model_json_schema()):
+        (ask,) = Transformation(target=target).parts("text")
+        assert ask.so_args["schema"]["type"] == "object"
+
+
+def test_a_short_document_is_asked_about_once_under_the_whole_type():
+    answer = js(title="T", people=[{"name": "Ada", "age": None}], mood="good")
+    llm = Scripted(answer)
+    (result,) = run(llm, Transformation(target=Report), ["short"])
+    assert result.valid and result.value == json.loads(answer) and len(llm.asked) == 1
+
+
+def test_pieces_are_merged_and_what_is_missing_is_asked_for():
+    ada, bob = {"name": "Ada", "age": 3}, {"name": "Bob", "age": None}
+    llm = Scripted(
+        js(title=None, people=[ada], mood=None),
+        js(title="T", people=[ada, bob], mood=None),
+        js(title="T", people=[ada, bob], mood="bad"),
+    )
+    (result,) = run(llm, Transformation(target=Report, chunk_words=2), ["one two. three four."])
+    assert result.valid and result.value == {"title": "T", "people": [ada, bob], "mood": "bad"}
+    notes = llm.asked[2][0][-1]["content"]
+    assert "Bob" in notes and llm.asked[2][1].so_args.rule["required"] == ["title", "mood"]
+
+
+def test_pieces_that_say_it_all_need_no_further_question():
+    llm = Scripted(js(title="T", people=[], mood=None), js(title=None, people=[], mood="bad"))
+    (result,) = run(llm, Transformation(target=Report, chunk_words=2), ["one two. three four."])
+    assert result.valid and result.value == {"title": "T", "people": [], "mood": "bad"}
+
+
+def test_bounds_narrow_and_never_widen():
+    free = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "b": {"type": "array", "items": {"type": ["string", "null"]}, "minItems": 40},
+            "c": {"$ref": "#/$defs/t"},
+            "d": {"type": "string", "maxLength": 7},
+        },
+        "$defs": {"t": {"anyOf": [{"type": "string", "minLength": 500}, {"type": "null"}]}},
+    }
+    narrow = bounded(free, 200, 16)
+    fields = narrow["properties"]
+    assert fields["a"]["maxLength"] == 200 and fields["d"]["maxLength"] == 7
+    assert fields["b"]["maxItems"] == 40 and fields["b"]["items"]["maxLength"] == 200
+    assert narrow["$defs"]["t"]["anyOf"][0]["maxLength"] == 500
+    assert not objections({"a": "x"}, narrow)
+
+
+class Strict(BaseModel):
+    a: str
+
+    @field_validator("a")
+    @classmethod
+    def _never(cls, value):
+        return value
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Classification(), "labels or fields"),
+        (lambda: Classification(labels=("a", "a")), "twice"),
+        (lambda: Classification(labels=("a",), fields=Strict), "not both"),
+        (lambda: Classification(labels=("a",), colour="red"), "colour"),
+        (lambda: NamedEntities(types=()), "types"),
+        (lambda: NamedEntities(max_words=0), "max_words"),
+        (lambda: SQLGeneration(ddl=DDL, dialect="klingon"), "klingon"),
+        (lambda: SQLGeneration(), "ddl"),
+        (lambda: SQLGeneration(ddl="CREATE TABLE (").parts("q"), "ddl"),
+        (lambda: SQLGeneration(ddl="SELECT 1").parts("q"), "no table"),
+        (lambda: Transformation(target={"type": "array"}), "target"),
+        (lambda: Transformation(target=len), "target"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(make, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        make()
