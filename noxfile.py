@@ -26,12 +26,13 @@ CONSTRAINTS = ROOT / "constraints.txt"
 KIT = ("-m", "pytest", "-q", "--pyargs", "deepinfer.testing.conformance")
 DOCS = ("tests/house/test_docs.py", "tests/house/test_contract.py")
 QUICK = "not slow and not network and not gpu and not npu"
+TRITON = "triton>=3.6,<3.7"
 PEERS = ("transformers==5.24.0", "nemo-automodel==0.7.0")
 
 nox.needs_version = ">=2024.4"
 GOLDEN = ROOT.parent / "shared" / "golden" / "deepseek-v41"
 
-nox.options.sessions = ["lint", "types", "tests", "plugins", "dist"]
+nox.options.sessions = ["lint", "types", "tests", "plugins", "kernels", "dist"]
 if GOLDEN.is_dir():
     nox.options.sessions.append("golden")
 nox.options.error_on_external_run = True
@@ -107,11 +108,20 @@ def plugins(session: nox.Session) -> None:
         session.run(*gone, external=True)
 
 
-@nox.session(default=False)
+@nox.session(venv_backend="none")
 def kernels(session: nox.Session) -> None:
-    """Triton kernels without a GPU: on the interpreter, and compiled for SM90 and SM100."""
-    session.install(f"{CORE}[test]", "triton>=3.6,<3.7", env=bound())
-    session.run("python", "-m", "pytest", "-q", "tests/cuda", "-m", "not gpu", *session.posargs)
+    """Triton kernels without a GPU: on the interpreter, and compiled for SM90 and SM100.
+
+    Triton lies beside the shared environment, not in it: the other sessions are to find out what
+    happens without it.
+    """
+    python, folder = shared(session), ROOT / ".nox" / "triton"
+    if not (folder / "triton").is_dir():
+        target = ("install", "-qq", "--no-deps", "--target", str(folder))
+        session.run(python, "-m", "pip", *target, TRITON, external=True, env=bound())
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    where = ("tests/cuda", "-m", "not gpu", *session.posargs)
+    session.run(python, "-m", "pytest", "-q", *where, external=True, env={"PYTHONPATH": path})
 
 
 @nox.session(venv_backend="none", default=False)
