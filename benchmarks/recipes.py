@@ -1,8 +1,8 @@
 """What recipes get right: validity and quality of each on 30 texts, for a model.
 
 ``python benchmarks/recipes.py --prompts FOLDER --json benchmarks/results/recipes.json``. FOLDER has
-jsonl files of public prompts, one object a line with ``turns`` (gsm8k, humaneval, mt-bench). Valid
-means: the result passes its check, and beside it ``jsonschema`` or SQLite. What is right is judged by
+jsonl files of public prompts, an object a line with ``turns`` (gsm8k, humaneval, mt-bench). Valid
+means: a result passes its check, and beside it ``jsonschema`` or SQLite. What is right is told by
 rules that need no judge: the file a prompt comes from, the numbers and names written in it, and the
 rows that a query returns.
 """
