@@ -9,6 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "deepinfer-backend-cuda" / "src"
+sys.path.insert(0, str(HERE))  # tensor_core, registry: shared with the scripts of this folder
 
 
 @pytest.fixture

@@ -1,0 +1,69 @@
+"""On a GPU: the hardware is its model, no bit moved, and no row's bits depend on its company."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+COUNTS = (1, 2, 7, 16, 17, 33, 64, 100, 256, 300)
+
+
+@pytest.fixture(scope="module")
+def device():
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("n, k", [(64, 48), (200, 576), (576, 1040), (96, 4096)])
+def test_products_are_the_tensor_cores_to_the_bit(device, n, k):
+    """Every tile that the launcher chooses, against the model of the instruction."""
+    from deepinfer_backend_cuda import bits, linear
+    from tensor_core import product
+
+    x, w = bits.values((300, k), 21, device), bits.values((n, k), 22, device, least=-9)
+    with torch.inference_mode():
+        want = product(x, w)
+        for count in COUNTS:
+            got = linear.linear(x[:count], w, out_dtype=torch.float32).cpu()
+            assert torch.equal(got, want[:count]), f"M={count}"
+
+
+def test_no_bit_moved(device):
+    """A change of compiler, or of a kernel's order, has to be recorded with open eyes."""
+    from deepinfer_backend_cuda import bits
+
+    capability = torch.cuda.get_device_capability(device)
+    known = bits.golden(capability)
+    if not known:
+        pytest.skip(f"no bits are recorded for compute capability {capability}")
+    with torch.inference_mode():
+        assert bits.moved(device, known) == []
+
+
+def names():
+    try:
+        from deepinfer_backend_cuda import bits
+    except ImportError:
+        return []
+    return [probe.name for probe in bits.probes()]
+
+
+@pytest.mark.parametrize("name", names())
+def test_rows_have_the_same_bits_in_any_company(device, name):
+    """Alone, in chunks, decoded or prefilled: rows 1, 2, 7 … 2048 at three places each."""
+    from deepinfer_backend_cuda import bits
+
+    (probe,) = (p for p in bits.probes() if p.name == name)
+    with torch.inference_mode():
+        assert bits.unequal(probe, device) == []
+
+
+def test_graphs_padding_and_prefill_show_in_no_bit(device):
+    """Decode steps of 1 to 70 requests: launched, recorded, replayed; and as prefills' last rows."""
+    from decoder import World
+    from deepinfer_backend_cuda.layers import Layers
+
+    with torch.inference_mode():
+        for requests in (1, 3, 8, 21, 70):
+            world, graphs = World(device, requests), Layers(device)
+            want = world.prefill()
+            for run in (graphs, graphs, graphs, Layers(device, graphs=False)):
+                assert torch.equal(world.decode(run), want), requests
