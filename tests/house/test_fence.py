@@ -10,7 +10,7 @@ from tree import core_files, fresh, imports, room, room_of_module, windows
 
 PLAIN = "settings errors"
 HANDS = "ops layers models sampling parallel worker"
-DOOR = "config sampling_params tokenizer chat plugins resolution api engine entrypoints"
+DOOR = "config sampling_params structured tokenizer chat plugins resolution api engine entrypoints"
 
 LEAVES = ("testing", "benchmarking")  # rooms that nobody imports, unless by name
 
@@ -22,7 +22,8 @@ TABLE = {
     "settings": ("errors", "", "never", ""),
     "errors": ("", "", "never", ""),
     "config": (PLAIN, "", "never", "pydantic"),
-    "sampling_params": (PLAIN, "", "never", "pydantic"),
+    "sampling_params": (f"{PLAIN} structured", "", "never", "pydantic"),
+    "structured": (PLAIN, "", "never", "pydantic"),
     "api": ("", "", "never", "pluggy"),
     "builtin": ("__init__ api", "native", "never", ""),
     "discovery": (f"{PLAIN} __init__ api", "", "never", "pluggy importlib_metadata packaging"),
@@ -38,7 +39,13 @@ TABLE = {
     "benchmarking": (f"{PLAIN} {DOOR} __init__", "*", "lazy", "numpy"),
     "recipes": (f"{PLAIN} api discovery sampling_params", "plugins", "never", "pydantic"),
     "serving": (f"{PLAIN} {DOOR}", "executors", "lazy", "numpy"),
-    "server": (f"{PLAIN} {DOOR} serving", "executors", "lazy", ""),
+    # Imported by `deepinfer serve` alone, so what the extra brings may stand at the top.
+    "server": (
+        f"{PLAIN} {DOOR} serving __init__",
+        "executors __main__",
+        "lazy",
+        "fastapi starlette uvicorn prometheus_client pydantic",
+    ),
     "ops": (f"{PLAIN} api sampling", "", "yes", "numpy"),
     "native": (f"{PLAIN} api ops sampling", "", "yes", "numpy"),
     "layers": (f"{PLAIN} api ops parallel", "", "yes", "numpy"),

@@ -131,6 +131,7 @@ def as_chosen(offer: Offer) -> Chosen:
     return Chosen(
         kind=offer.spec.kind,
         name=offer.spec.name,
+        plugin=offer.plugin.name,
         distribution=offer.plugin.distribution,
         version=offer.plugin.version,
         load=next(iter(parts.values())),

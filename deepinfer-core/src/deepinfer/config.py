@@ -82,6 +82,10 @@ class EngineConfig(BaseModel):
         generation_config: ``auto`` takes sampling defaults from the checkpoint for calls that
             pass no SamplingParams; ``none`` ignores them. End tokens always come from it.
         trust_remote_code: accepted for the published example. No code of a checkpoint is run.
+        grammar_backend: a grammar plugin's name, for structured output; None takes the best usable
+            one if there is any.
+        grammar_acceleration: who applies grammars' masks to logits (the op ``apply_bitmask``):
+            ``auto`` the backend, ``cpu`` core's reference, ``cuda`` a kernel of a CUDA backend.
         disable_plugins: names that may not be used, one or several.
         plugin_config: one mapping per plugin name, handed to it.
     """
@@ -119,6 +123,8 @@ class EngineConfig(BaseModel):
     expert_parallel_size: _Count = 1
     data_parallel_size: _Count = 1
     context_parallel_size: _Count = 1
+    grammar_backend: _Name | None = None
+    grammar_acceleration: Literal["auto", "cpu", "cuda"] = "auto"
     disable_plugins: tuple[_Name, ...] = ()
     plugin_config: dict[str, dict[str, Any]] = Field(default_factory=dict)
 

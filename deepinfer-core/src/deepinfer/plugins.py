@@ -121,6 +121,8 @@ class PluginManager:
         if not fit and kind == ModelSpec.kind:
             raise ModelLoadError(lines(unread(offers, wanted.architectures), self._faults()))
         able = [offer for offer in fit if self.available(offer).state == "usable"]
+        if not able and kind in wanted.optional:
+            return []
         if not able:
             reasons = [f"{offer}: {self.available(offer).reason}." for offer in fit]
             where = f" on device {wanted.device!r}" if wanted.device else ""

@@ -25,12 +25,14 @@ class Wanted:
         kinds: kind -> a name, several names (tiers, in order; none is none), or None for the best
             usable one.
         architectures: of the checkpoint; if given, a ``model`` that reads one of them is chosen.
+        optional: kinds that an engine goes without where nothing usable is installed.
         device: a ``torch.device`` type; only backends for it are candidates.
         needs: capabilities that the configuration insists on: "invariant", "backend:int8", ...
     """
 
     kinds: Mapping[str, str | Sequence[str] | None]
     architectures: Sequence[str] = ()
+    optional: frozenset[str] = frozenset()
     device: str | None = None
     needs: frozenset[str] = frozenset()
 
@@ -43,7 +45,9 @@ class Wanted:
                 "policy": config.scheduling_policy,
                 "executor": config.executor,
                 "sampler": None,
+                "grammar": config.grammar_backend,
             },
+            optional=frozenset({"grammar"}),
             architectures=tuple(architectures),
             device=config.device,
             needs=frozenset(f"backend:{need}" for need in config.needs()),
@@ -52,10 +56,14 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One chosen spec as names only. ``load`` is the first of its ``parts`` (field -> path)."""
+    """One chosen spec as names only. ``load`` is the first of its ``parts`` (field -> path).
+
+    ``plugin`` is its entry point's name, under which ``plugin_config`` speaks to it.
+    """
 
     kind: str
     name: str
+    plugin: str
     distribution: str
     version: str
     load: str

@@ -8,64 +8,20 @@ needs the vocabulary or the context length is checked at submission.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from deepinfer.errors import InvalidRequestError, shown
+from deepinfer.structured.spec import Frozen, StructuredOutputsParams, StructuredSpec, as_tuple
+
+__all__ = ["SCHEMA_TYPES", "SamplingParams", "StructuredOutputsParams", "StructuredSpec"]
 
 SCHEMA_TYPES = ("json", "regex", "ebnf", "choice", "json_object", "structural_tag")
 _SEED_BITS = 64
 
 
-class _Frozen(BaseModel):
-    """Frozen, closed, and with errors of ours that name the field."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
-
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise _explain(type(self).__name__, error) from None
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values, which are checked like the first ones."""
-        if not update:
-            return super().model_copy(deep=deep)
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**given, **update})
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-        raise ValueError("expected a list")
-    return tuple(value)
-
-
-def _explain(owner: str, error: ValidationError) -> InvalidRequestError:
-    lines, first = [], None
-    for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"])
-        first = first or where or None
-        if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: no such parameter")
-        else:
-            reason = item["msg"].removeprefix("Value error, ")
-            given = f"={shown(item['input'])}" if where and item["type"] != "missing" else ""
-            lines.append(f"{where}{given}: {reason}" if where else reason)
-    return InvalidRequestError(f"{owner}: {'; '.join(lines).rstrip('.')}.", setting=first)
-
-
-class StructuredSpec(_Frozen):
-    """What the text must obey: one type and its rule. Compiled by a grammar plugin."""
-
-    schema_type: Literal["json", "regex", "ebnf", "choice", "json_object", "structural_tag"]
-    rule: Any = Field(default=None, alias="schema")
-
-
-class SamplingParams(_Frozen):
+class SamplingParams(Frozen):
     """How to sample one request.
 
     Args:
@@ -92,7 +48,8 @@ class SamplingParams(_Frozen):
         prompt_logprobs: the same for prompt tokens.
         skip_special_tokens, spaces_between_special_tokens, detokenize: text making.
         output_kind: what ``AsyncLLM`` yields: all so far, only news, or only the end.
-        so_args: ``{"schema_type": …, "schema": …}``.
+        so_args: ``{"schema_type": …, "schema": …}``, see :class:`StructuredSpec`.
+            ``structured_outputs={"json": …}`` says the same in vLLM's words.
     """
 
     n: int = Field(default=1, ge=1, le=4096)
@@ -122,10 +79,26 @@ class SamplingParams(_Frozen):
     output_kind: Literal["cumulative", "delta", "final_only"] = "cumulative"
     so_args: StructuredSpec | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_spelling(cls, data: Any) -> Any:
+        """``structured_outputs`` becomes ``so_args``."""
+        if not isinstance(data, Mapping) or data.get("structured_outputs") is None:
+            return data
+        given = dict(data)
+        wish = given.pop("structured_outputs")
+        if given.get("so_args") is not None:
+            raise ValueError("so_args and structured_outputs name the same thing; give one of them")
+        if isinstance(wish, Mapping):
+            wish = StructuredOutputsParams(**wish)
+        if not isinstance(wish, StructuredOutputsParams):
+            raise ValueError(f"structured_outputs cannot be {type(wish).__name__}")
+        return {**given, "so_args": wish.so_args()}
+
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _texts(cls, value: Any) -> Any:
-        texts = () if value is None else (value,) if isinstance(value, str) else _tuple(value)
+        texts = () if value is None else (value,) if isinstance(value, str) else as_tuple(value)
         if any(text == "" for text in texts):
             raise ValueError("an empty text is not allowed")
         return texts
@@ -133,7 +106,7 @@ class SamplingParams(_Frozen):
     @field_validator("stop_token_ids", mode="before")
     @classmethod
     def _no_ids(cls, value: Any) -> Any:
-        return () if value is None else _tuple(value)
+        return () if value is None else as_tuple(value)
 
     @field_validator("allowed_token_ids")
     @classmethod

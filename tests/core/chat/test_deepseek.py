@@ -207,7 +207,7 @@ def test_schemas_nested_beyond_sense(depth):
 
 def test_whether_an_answer_begins_with_reasoning():
     def first(messages=HI, **wishes):
-        return V41.render(messages, ChatOptions(**wishes)).reasons_first
+        return V41.render(messages, ChatOptions(**wishes)).reasoning_end == "</think>"
 
     assert first() and not first(thinking=False)
     assert not first(template_kwargs={"task": "title"})

@@ -201,9 +201,9 @@ def test_grammars_are_compiled_beside_the_steps(lab):
     may_go = threading.Event()
 
     class Slow(ToyGrammarBackend):
-        def compile(self, spec):
+        def compile(self, spec, ends):
             may_go.wait(10)
-            return super().compile(spec)
+            return super().compile(spec, ends)
 
     engine = lab.engine(grammar_backend=Slow(17))
     engine.add(lab.request("plain", max_tokens=3))

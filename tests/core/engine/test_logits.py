@@ -8,7 +8,7 @@ from deepinfer.engine.output import OutputState
 from deepinfer.engine.request import RequestState, Status
 from deepinfer.errors import InvalidRequestError
 from deepinfer.sampling_params import SamplingParams
-from deepinfer.testing.toy import ToyGrammar, ToyTokenizer
+from deepinfer.testing.toy import ToyGrammar, ToyGrammarBackend, ToyTokenizer
 
 
 def convert(encode=None, eos=(0,), **options):
@@ -62,7 +62,7 @@ def test_masks_name_their_rows(lab):
     plan = BatchPlan(
         1, (), RowBlock(np.array(rows, np.int32)), np.zeros((0, 3), np.int32), constrained=True
     )
-    inputs = LogitsPipeline(17, 2, None).prepare(plan, states, lambda r, why: None)
+    inputs = LogitsPipeline(17, 2, ToyGrammarBackend(17)).prepare(plan, states, lambda r, why: None)
     legal = grammar.fork().fill(np.zeros((3, 1), np.int32), [2, 3])
     assert inputs.index.tolist() == [*range(3, 4 + legal), 6]
     bits = np.unpackbits(inputs.bitmask.view(np.uint8), axis=1, bitorder="little")

@@ -27,6 +27,7 @@ class FinishReason:
 
     STOP: Final = "stop"
     LENGTH: Final = "length"
+    SCHEMA_VIOLATION: Final = "schema_violation"
     ABORT: Final = "abort"
     ERROR: Final = "error"
 
@@ -132,7 +133,9 @@ class BatchPlan:
     """One step, whole: who enters, which rows run, which pages were given out, how many drafts.
 
     ``pages`` int32[n, 3] (slot, index in the request, page), in order. ``draft_rows``: draft rows
-    of the whole step (K). ``shape``: the token count that graphs and replicas pad to.
+    of the whole step (K); ``keep``: of the drafts that run only as many may stand, −1 all;
+    ``propose``: the step ends with drafts for the next, where there is a drafter. ``shape``: the
+    token count that graphs and replicas pad to.
     ``constrained``: some row waits for a mask, so ``sample`` gets :class:`RowInputs`.
 
     ``saves`` and ``restores``, (slot, block) each: state blocks to copy before anything else
@@ -149,6 +152,8 @@ class BatchPlan:
     constrained: bool = False
     saves: tuple[tuple[int, int], ...] = ()
     restores: tuple[tuple[int, int], ...] = ()
+    keep: int = -1
+    propose: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +197,10 @@ class StepOutput:
     """What a step produced, on the host.
 
     ``tokens`` int32[n, 1+γ] with the first ``counts[i]`` of row i emitted (0 for rows that do not
-    emit and for dead rows); ``drafts`` int32[n, γ] for the next step; ``faults`` uint8[n]
-    (:class:`Fault`), a row with a fault emits nothing; ``prompt_logprobs``: (row, logprobs) pairs.
+    emit and for dead rows); ``drafts`` int32[n, γ] for the next step, of which the first
+    ``drafted`` int32[n] are any (None: all); ``verified`` int32[n]: how many drafts ran in this
+    step and could stand; ``faults`` uint8[n] (:class:`Fault`), a row with a fault emits nothing;
+    ``prompt_logprobs``: (row, logprobs) pairs.
     """
 
     step: int
@@ -205,6 +212,8 @@ class StepOutput:
     prompt_logprobs: tuple[tuple[int, LogprobRows], ...] = ()
     faults: NDArray[np.uint8] | None = None
     device_seconds: float = 0.0
+    drafted: Int32Array | None = None
+    verified: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +224,8 @@ class Request:
     bits of this request's noise (of this sample: parallel samples get ``mix(seed, i)``);
     ``limit`` the absolute length at which it must end; ``cache_salt`` keeps prefixes of tenants
     apart; ``structured`` and ``ticket`` belong to optional rooms; ``images`` ascending, and no
-    position outside them has the image token.
+    position outside them has the image token. ``reasoning_end``: ids behind which ``structured``
+    rules, if the answer begins with reasoning.
     """
 
     id: str
@@ -231,11 +241,15 @@ class Request:
     structured: Any = None
     ticket: Any = None
     images: tuple[Image, ...] = ()
+    reasoning_end: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times are ``time.monotonic()`` seconds; None until reached."""
+    """Times are ``time.monotonic()`` seconds; None until reached.
+
+    Of speculation: draft tokens that were proposed, that ran in the target, and that became text.
+    """
 
     arrival: float
     first_scheduled: float | None = None
@@ -283,8 +297,8 @@ class Delta:
     """What one request gained in a step. ``text`` is new, valid and never taken back.
 
     ``token_ids`` may run ahead of ``text`` while a stop string or a character is incomplete.
-    ``stop_reason``: the stop string or stop id that ended it; ``error``: the cause when ``finish``
-    is ``error``.
+    ``stop_reason``: the stop string or stop id that ended it, or what a text breaks that ended as
+    ``schema_violation``; ``error``: the cause when ``finish`` is ``error``.
     """
 
     request_id: str
@@ -292,7 +306,7 @@ class Delta:
     text: str = ""
     logprobs: tuple[dict[int, TokenLogprob], ...] | None = None
     prompt_logprobs: tuple[dict[int, TokenLogprob] | None, ...] | None = None
-    finish: Literal["stop", "length", "abort", "error"] | None = None
+    finish: Literal["stop", "length", "schema_violation", "abort", "error"] | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
     metrics: RequestMetrics | None = None
@@ -316,4 +330,5 @@ class StepStats:
     output_seconds: float = 0.0
     wait_seconds: float = 0.0
     device_seconds: float = 0.0
+    mask_seconds: float = 0.0
     finished: list[str] = field(default_factory=list)

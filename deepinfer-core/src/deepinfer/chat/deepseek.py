@@ -80,7 +80,7 @@ class DeepseekFormat:
             images=_in_order(rendered.image_sources, images),
             image_token=self._generation.image_token,
             parser=partial(DeepseekParser, self._recipe, request),
-            reasons_first=begins is not None and begins.starts_in_reasoning(),
+            reasoning_end=_THINK[1] if begins is not None and begins.starts_in_reasoning() else "",
         )
         if asked.task is not None or not options.add_generation_prompt:
             opened = request.parsing_options.starts_in_tool_calls
@@ -139,7 +139,7 @@ def _without_answer(chat: RenderedChat, task: str | None, opened: bool) -> Rende
         token = f"<｜{task}｜>"
         ranges.append((len(text), len(text) + len(token)))
         text += token
-    return replace(chat, text=text, special_ranges=ranges, parser=None, reasons_first=False)
+    return replace(chat, text=text, special_ranges=ranges, parser=None, reasoning_end="")
 
 
 def _no_opening(setting: str) -> NoReturn:

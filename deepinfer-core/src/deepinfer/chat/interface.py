@@ -212,7 +212,8 @@ class RenderedChat:
         images: in the order of their placeholders.
         image_token: how a placeholder is spelled, if there can be one.
         parser: makes a parser for one answer, where the format has one.
-        reasons_first: the answer begins with reasoning, which no grammar of the answer covers.
+        reasoning_end: what ends the reasoning that the answer begins with, as text: a grammar of
+            the answer begins behind it. Empty: there is no reasoning first.
     """
 
     text: str
@@ -220,7 +221,7 @@ class RenderedChat:
     images: tuple[ChatImage, ...] = ()
     image_token: str | None = None
     parser: Callable[[], OutputParser] | None = None
-    reasons_first: bool = False
+    reasoning_end: str = ""
 
 
 class ChatFormat(Protocol):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from deepinfer.api.plan import Delta, Fault, FinishReason
 from deepinfer.engine.cache import KVCache
-from deepinfer.engine.in_flight import InFlight, InterruptedWaitError
+from deepinfer.engine.grammars import Grammars
+from deepinfer.engine.in_flight import Begun, InFlight, InterruptedWaitError
 from deepinfer.engine.logits import LogitsPipeline
 from deepinfer.engine.output import OutputProcessor, ended, row_fault
 from deepinfer.engine.policy import FCFSPolicy
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from deepinfer.api.grammar import GrammarBackend
     from deepinfer.api.kv import KVStore
     from deepinfer.api.observer import Observer
-    from deepinfer.api.plan import BatchPlan, Request, StepOutput, StepStats
+    from deepinfer.api.plan import BatchPlan, Request, RowInputs, StepOutput, StepStats
     from deepinfer.api.policy import Policy
     from deepinfer.api.speculative import DraftPlanner
     from deepinfer.config import EngineConfig
@@ -74,6 +75,7 @@ class Engine:
         self.logits = LogitsPipeline(facts.vocab_size, facts.draft_len, grammar_backend)
         self.output = OutputProcessor(tokenizer)
         self._recorder = Recorder(observers)
+        self.grammars = Grammars(grammar_backend, self._recorder.counters, clock)
         self._open: dict[str, RequestState] = {}
         self._in_flight = InFlight(executor, self._recorder, clock)
         self._deltas: list[Delta] = []
@@ -87,15 +89,13 @@ class Engine:
         if request.id in self._open:
             raise InvalidRequestError(f"Request {request.id}: this id is in use.", setting="id")
         check_request(request, self.facts)
-        self.logits.check(request)
+        self.grammars.check(request)
         r = RequestState(request, self.output.state(request))
         r.floor = floor_of(request, self.facts.kv.truncation)
         self._open[request.id] = r
         self.counters.requests += 1
-        if request.structured is None:
+        if request.structured is None or self.grammars.start(r):
             self.scheduler.add(r)
-        else:
-            self.logits.compile(r)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its last delta comes with the next step. False: it is not open."""
@@ -110,7 +110,7 @@ class Engine:
     def has_work(self) -> bool:
         """There is something for ``step`` to do or to deliver."""
         flying = self._in_flight or self._in_flight.begun
-        work = self._open or flying or self._deltas or self.cache.leaving
+        work = self._open or flying or self._deltas or self.cache.leaving or self.grammars.judging
         return self._over is None and bool(work)
 
     def reset_prefix_cache(self) -> None:
@@ -153,7 +153,7 @@ class Engine:
             begun = self._in_flight.forward(plan, self.scheduler.planned)
         if begun.plan.constrained:
             self._collect()  # only masks need step N's tokens; the wait hides under forward
-        self._in_flight.sample(self.logits.prepare(*begun, self._fail))
+        self._in_flight.sample(self._masks(begun) if begun.plan.constrained else None)
         self._collect(keep=1)  # step N, if it was not yet
 
     def _plan(self) -> BatchPlan | None:
@@ -164,11 +164,18 @@ class Engine:
             self._recorder.planned(plan, self.scheduler.decodes)
         return plan
 
+    def _masks(self, begun: Begun) -> RowInputs | None:
+        """While the device runs the step's first half."""
+        start = self.clock()
+        inputs = self.logits.prepare(*begun, self._fail)
+        self.stats.mask_seconds += self.clock() - start
+        return inputs
+
     def _rest(self) -> None:
         """Nothing can run: take what is in flight, or nap while grammars or pages come."""
         if self._in_flight:
             self._collect()
-        elif self._open or self.cache.leaving:
+        elif self._open or self.cache.leaving or self.grammars.judging:
             self._in_flight.nap()
 
     def _collect(self, keep: int = 0) -> None:
@@ -184,7 +191,11 @@ class Engine:
         self._deltas.extend(deltas)
         self.scheduler.land(planned, out)
         for r, delta in over:
-            self._end(r, delta)
+            if r.grammar is not None and self.grammars.judge(r, delta):
+                self._deltas.remove(delta)  # until it is known what the text is worth
+                self._leave(r)
+            else:
+                self._end(r, delta)
         if out.faults is not None and out.faults.any():
             self._fail_rows(planned, out.faults.tolist())
         self.stats.device_seconds += out.device_seconds
@@ -195,10 +206,13 @@ class Engine:
 
     def _end(self, r: RequestState, delta: Delta) -> None:
         """The request is over for its caller; its pages follow when nothing holds them."""
-        del self._open[r.request.id]
-        self.logits.forget(r)
-        self.scheduler.finish(r)
+        self._leave(r)
         self._recorder.finished(delta, r.output_tokens)
+
+    def _leave(self, r: RequestState) -> None:
+        del self._open[r.request.id]
+        self.grammars.forget(r)
+        self.scheduler.finish(r)
 
     def _fail(self, r: RequestState, error: Exception) -> None:
         delta = ended(r, FinishReason.ERROR, self.clock(), error)
@@ -211,11 +225,17 @@ class Engine:
                 self._fail(r, row_fault(r, fault))
 
     def _take_grammars(self) -> None:
-        for r, why in self.logits.compiled() if self.logits.compiling else ():
+        if not self.grammars.busy:
+            return
+        for r, why in self.grammars.compiled():
             if why is None:
                 self.scheduler.add(r)
             else:
                 self._fail(r, why)
+        for delta in self.grammars.judged():
+            self._deltas.append(delta)
+            assert delta.metrics is not None
+            self._recorder.finished(delta, delta.metrics.output_tokens)
 
     def _die(self, why: BaseException) -> None:
         """The device or the brain has failed: every open request ends with an error."""
@@ -226,6 +246,7 @@ class Engine:
         dead.__cause__ = why
         for r in self._open.values():
             self._deltas.append(ended(r, FinishReason.ERROR, self.clock(), dead))
+        self._deltas.extend(self.grammars.unjudged(dead))
         self._open.clear()
         self._in_flight.abandon()
 
@@ -244,7 +265,7 @@ class Engine:
         finally:
             self._over = EngineClosedError("This engine is closed.", next_step="Create a new one.")
             self._deltas.clear()
-            self.logits.close()
+            self.grammars.close()
             self.executor.close()
         if alive:
             self.check_integrity()

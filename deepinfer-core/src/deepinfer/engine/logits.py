@@ -1,26 +1,28 @@
 """The host half of logits processing: parameters for the slot table, masks for a step.
 
 The device half (biases, penalties, filters, the draw) is ``sampling``'s. Last stop in this room:
-``to_row_params`` runs at submission, :class:`LogitsPipeline` between ``forward`` and ``sample``.
+``to_row_params`` runs at submission, :class:`LogitsPipeline` between ``forward`` and ``sample``;
+grammars come from ``grammars.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from deepinfer.api.grammar import MaskJob
 from deepinfer.api.plan import DECODE, RowInputs, RowParams
+from deepinfer.engine.reasoning import AfterReasoning
 from deepinfer.engine.request import Status, in_vocabulary
-from deepinfer.errors import InvalidRequestError, UnsupportedError
+from deepinfer.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from deepinfer.api.grammar import Grammar, GrammarBackend
-    from deepinfer.api.plan import BatchPlan, Request
+    from deepinfer.api.grammar import GrammarBackend
+    from deepinfer.api.plan import BatchPlan
     from deepinfer.engine.request import RequestState
     from deepinfer.sampling_params import SamplingParams
 
@@ -101,7 +103,7 @@ def _bad_words(
 
 
 class LogitsPipeline:
-    """Grammars while they are compiled, then the masks of a plan's constrained rows.
+    """The masks of a plan's constrained rows.
 
     Matchers do not move here: they move by emitted tokens only, in ``output.py``.
     """
@@ -110,56 +112,6 @@ class LogitsPipeline:
         self._words = -(-vocab_size // 32)
         self._width = 1 + draft_len
         self._backend = backend
-        self._pool: ThreadPoolExecutor | None = None
-        self._compiling: dict[RequestState, Future[Grammar]] = {}
-
-    # Compiling, beside the steps.
-
-    def check(self, request: Request) -> None:
-        """Refuse a structured request if nothing here can enforce it."""
-        if request.structured is not None and self._backend is None:
-            raise UnsupportedError(
-                f"Request {request.id}: structured output needs a grammar plugin, and none is "
-                "loaded.",
-                setting="so_args",
-                next_step="deepinfer-structured will bring one; this version does not have it yet.",
-            )
-
-    def compile(self, r: RequestState) -> None:
-        """Start; ``compiled`` gives the request back."""
-        assert self._backend is not None
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(2, thread_name_prefix="deepinfer-grammar")
-        self._compiling[r] = self._pool.submit(self._backend.compile, r.request.structured)
-
-    @property
-    def compiling(self) -> bool:
-        return bool(self._compiling)
-
-    def compiled(self) -> list[tuple[RequestState, Exception | None]]:
-        """Requests whose grammar is ready, or why it is refused."""
-        ready = [r for r, grammar in self._compiling.items() if grammar.done()]
-        answer: list[tuple[RequestState, Exception | None]] = []
-        for r in ready:
-            try:
-                r.grammar = self._compiling.pop(r).result()
-                answer.append((r, None))
-            except Exception as why:
-                answer.append((r, why))
-        return answer
-
-    def forget(self, r: RequestState) -> None:
-        """The request has ended; what is being compiled for it is dropped."""
-        grammar = self._compiling.pop(r, None)
-        if grammar is not None:
-            grammar.cancel()
-
-    def close(self) -> None:
-        """Wait for the compiler threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    # Masks.
 
     def prepare(
         self,
@@ -174,20 +126,55 @@ class LogitsPipeline:
         """
         if not plan.constrained:
             return None
-        masks: list[NDArray[np.int32]] = []
-        index: list[int] = []
+        users, jobs, size = self._jobs(plan, planned)
+        if not jobs:
+            return None
+        rows = np.empty((size, self._words), np.int32)
+        kept: list[NDArray[np.intp]] = []
+        index: list[NDArray[np.intp]] = []
+        for (r, row), job, legal in zip(users, jobs, self._fill(jobs, rows), strict=True):
+            if isinstance(legal, Exception):
+                fail(r, legal)
+                continue
+            lines = np.arange(1 + legal)
+            kept.append(job.first + lines)
+            index.append(row * self._width + lines)
+        if not kept:
+            return None
+        legal_rows = np.concatenate(kept)
+        bitmask = rows if len(legal_rows) == size else rows[legal_rows]
+        return RowInputs(bitmask, np.concatenate(index).astype(np.int32))
+
+    def _jobs(
+        self, plan: BatchPlan, planned: Sequence[RequestState]
+    ) -> tuple[list[tuple[RequestState, int]], list[MaskJob], int]:
+        """Who needs masks, in which row of the plan; a job for each; how many masks at most."""
+        users: list[tuple[RequestState, int]] = []
+        jobs: list[MaskJob] = []
+        size = 0
         for i, (r, row) in enumerate(zip(planned, plan.rows, strict=True)):
             if r.grammar is None or not row.emits or r.status is Status.FINISHED:
                 continue
             drafts = r.drafts[: row.count - 1] if row.start == DECODE else []
-            rows = np.full((1 + len(drafts), self._words), -1, np.int32)
-            try:
-                legal = r.grammar.fill(rows, drafts)
-            except Exception as why:
-                fail(r, why)
-                continue
-            masks.append(rows[: 1 + legal])
-            index.extend(range(i * self._width, i * self._width + 1 + legal))
-        if not masks:
-            return None
-        return RowInputs(np.concatenate(masks), np.array(index, np.int32))
+            users.append((r, i))
+            jobs.append(MaskJob(r.grammar, size, drafts))
+            size += 1 + len(drafts)
+        return users, jobs, size
+
+    def _fill(self, jobs: list[MaskJob], rows: NDArray[np.int32]) -> list[int | Exception]:
+        """In one call of the backend; matchers that still wait for reasoning to end fill alone."""
+        assert self._backend is not None
+        alone = [isinstance(job.grammar, AfterReasoning) for job in jobs]
+        if not any(alone):
+            return self._backend.fill(jobs, rows)
+        batch = iter(
+            self._backend.fill([j for j, a in zip(jobs, alone, strict=True) if not a], rows)
+        )
+        return [_alone(j, rows) if a else next(batch) for j, a in zip(jobs, alone, strict=True)]
+
+
+def _alone(job: MaskJob, rows: NDArray[np.int32]) -> int | Exception:
+    try:
+        return job.grammar.fill(rows[job.first : job.first + 1 + len(job.drafts)], job.drafts)
+    except Exception as why:
+        return why

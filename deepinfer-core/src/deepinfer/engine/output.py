@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from deepinfer.api.plan import Delta, Fault, RequestMetrics, TokenLogprob
 from deepinfer.engine.detokenizer import IncrementalDetokenizer
+from deepinfer.engine.reasoning import AfterReasoning
 from deepinfer.engine.request import RequestState, Status
 from deepinfer.engine.stops import Held, StopStrings
 from deepinfer.errors import InvalidRequestError, ModelFaultError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from deepinfer.api.plan import LogprobRows, Request, StepOutput
     from deepinfer.engine.detokenizer import TokenText
 
-Finish = Literal["stop", "length", "abort", "error"]
+Finish = Literal["stop", "length", "schema_violation", "abort", "error"]
 TokenLogprobs = dict[int, TokenLogprob]
 
 
@@ -158,15 +159,17 @@ class OutputProcessor:
     ) -> Delta:
         """What one row's tokens become."""
         output, metrics = r.output, r.output.metrics
-        kept, text, finish, reason = self.extend(r, ids)
+        closed, error = False, None
+        if r.grammar is not None:
+            ids, closed, error = self._accept(r, r.grammar, ids)
+        kept, text, finish, reason = self.extend(r, ids, closed)
         if kept < len(ids):
             ids = ids[:kept]
         if metrics.first_token is None:
             metrics.first_token = now
             output.plain = r.grammar is None and not output.wants_logprobs
-        error = None if r.grammar is None else self._accept(r.grammar, ids)
         if error is not None:
-            finish = "error"
+            finish, reason = "error", None
         if finish is not None:
             metrics.finished = now
             metrics.output_tokens = r.output_tokens
@@ -182,20 +185,31 @@ class OutputProcessor:
             metrics=metrics if finish is not None else None,
         )
 
-    def _accept(self, grammar: Grammar, ids: list[int]) -> Exception | None:
-        """Move a matcher. A refusal is a bug, ours or the plugin's, and fails its request."""
-        try:
-            grammar.accept(ids)
-        except Exception as why:
-            return why
-        return None
+    def _accept(
+        self, r: RequestState, grammar: Grammar, ids: list[int]
+    ) -> tuple[list[int], bool, Exception | None]:
+        """Move a matcher: the ids up to the text's end, whether that is reached, what went wrong.
 
-    def extend(self, r: RequestState, ids: list[int]) -> Walked:
-        """Append ids to ``r.tokens`` up to the end of the request; a stop wins over the limit."""
+        A refusal is a bug, ours or the plugin's, and fails its request.
+        """
+        try:
+            ids = ids[: grammar.accept(ids)]
+            closed = grammar.done()
+        except Exception as why:
+            return ids, False, why
+        if isinstance(grammar, AfterReasoning) and grammar.over:
+            r.grammar = grammar.inner
+        return ids, closed, None
+
+    def extend(self, r: RequestState, ids: list[int], closed: bool = False) -> Walked:
+        """Append ids to ``r.tokens`` up to the end of the request; a stop wins over the limit.
+
+        ``closed``: behind the last of them nothing but the end may follow, so they end the text.
+        """
         output, tokens, limit = r.output, r.tokens, r.request.limit
         detokenizer, stops, ends = output.detokenizer, output.stops, output.ends
         if stops is not None:
-            return self._extend_with_stops(r, ids)
+            return self._extend_with_stops(r, ids, closed)
         finish: Finish | None = None
         kept = 0
         for token in ids:
@@ -208,15 +222,18 @@ class OutputProcessor:
                 finish = "length"
                 break
         reason = _stop_id(r, ids[kept - 1]) if finish == "stop" else None
+        drawn = finish == "stop"  # an end that is a token of its own
+        if closed and kept == len(ids):
+            finish = "stop"
         if detokenizer is None:
             return Walked(kept, "", finish, reason)
         shown = ids[:kept]
-        if finish == "stop" and not r.request.sampling.include_stop_str_in_output:
+        if drawn and not r.request.sampling.include_stop_str_in_output:
             shown = shown[:-1]
         text = detokenizer.push(shown)
         return Walked(kept, text if finish is None else text + output.flush(), finish, reason)
 
-    def _extend_with_stops(self, r: RequestState, ids: list[int]) -> Walked:
+    def _extend_with_stops(self, r: RequestState, ids: list[int], closed: bool) -> Walked:
         """The same where stop strings are looked for, token by token."""
         output, tokens = r.output, r.tokens
         stops, detokenizer = output.stops, output.detokenizer
@@ -231,12 +248,13 @@ class OutputProcessor:
                 text += held.text
                 if held.stop is not None:
                     return Walked(kept, text, "stop", held.stop)
-            if ended or len(tokens) >= r.request.limit:
+            closes = closed and kept == len(ids)
+            if ended or closes or len(tokens) >= r.request.limit:
                 last = self._end_with_stops(output, armed)
                 text += last.text
                 if ended:
                     return Walked(kept, text, "stop", _stop_id(r, token))
-                return Walked(kept, text, "stop" if last.stop else "length", last.stop)
+                return Walked(kept, text, "stop" if last.stop or closes else "length", last.stop)
         return Walked(len(ids), text)
 
     def _end_with_stops(self, output: OutputState, armed: bool) -> Held:

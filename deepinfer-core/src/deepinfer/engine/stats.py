@@ -23,7 +23,10 @@ class Counters:
 
     ``prompt_tokens`` were computed (recomputed ones too), ``cached_tokens`` were not;
     ``output_tokens`` are those of ended requests. The seconds are host time; ``wait_seconds`` the
-    time that the host stood waiting for the device.
+    time that the host stood waiting for the device; ``mask_seconds`` of it filling masks.
+
+    ``grammars`` were compiled (refused ones too) in ``grammar_seconds``, from submission to the
+    queue and summed over requests; ``grammar_hits`` requests found theirs compiled.
     """
 
     steps: int = 0
@@ -37,6 +40,10 @@ class Counters:
     output_seconds: float = 0.0
     wait_seconds: float = 0.0
     device_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    grammars: int = 0
+    grammar_hits: int = 0
+    grammar_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)
 
 
@@ -48,6 +55,7 @@ _SUMMED = (
     "output_seconds",
     "wait_seconds",
     "device_seconds",
+    "mask_seconds",
 )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from deepinfer import settings
+from deepinfer.api.grammar import GrammarContext
 from deepinfer.chat import ChatFormat, ChatOptions, chat_format, prompt_ids
 from deepinfer.chat.interface import NO_WISHES
 from deepinfer.config import EngineConfig
@@ -26,6 +27,7 @@ from deepinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import Executor, ModelFacts
+    from deepinfer.api.grammar import GrammarBackend
     from deepinfer.api.observer import Observer
     from deepinfer.engine.engine import Engine
     from deepinfer.models.source import ModelSource
@@ -113,7 +115,7 @@ class Assembly:
             "prompt": rendered.text,
             "prompt_token_ids": ids,
             "parser": rendered.parser,
-            "reasons_first": rendered.reasons_first,
+            "reasoning_end": rendered.reasoning_end,
             "images": self.preparer.images.place(ids, images),
         }
 
@@ -160,26 +162,36 @@ def assemble(config: EngineConfig, observers: Sequence[Observer] = ()) -> Assemb
             opened.callback(executor.close)
             facts = executor.start(config, resolution)
         times.inside("weights and KV", getattr(executor, "startup", {}))
+        ends = _end_ids(tokenizer, raw, generation, facts.vocab_size)
         with times.stage("engine"):
             from deepinfer.engine.engine import Engine
 
+            grammar = _grammar_backend(config, resolution, tokenizer, facts, ends)
             engine = Engine(
                 config,
                 executor,
                 facts,
                 tokenizer=tokenizer,
                 policy=resolution.load("policy")(),
+                planner=open_planner(config, resolution, executor, facts),
+                grammar_backend=grammar,
                 observers=[*cast("list[Observer]", manager.observers(config)), *observers],
             )
             opened.callback(engine.close)
-        ends = _end_ids(tokenizer, raw, generation, facts.vocab_size)
         assembly = Assembly(
             config=config,
             executor=executor,
             facts=facts,
             tokenizer=tokenizer,
             engine=engine,
-            preparer=Preparer(facts, tokenizer, ends, config.seed, images=_images(resolution, raw)),
+            preparer=Preparer(
+                facts,
+                tokenizer,
+                ends,
+                config.seed,
+                images=_images(resolution, raw),
+                grammar=grammar,
+            ),
             default_params=_defaults(config, generation),
             resolution=resolution,
             times=times,
@@ -204,6 +216,27 @@ def _headers(source: ModelSource, load_format: str) -> tuple[dict[str, Any], dic
 
     checkpoint = open_checkpoint(source, load_format)
     return checkpoint.config, checkpoint.generation_config
+
+
+def _grammar_backend(
+    config: EngineConfig,
+    resolution: Resolution,
+    tokenizer: Tokenizer | None,
+    facts: ModelFacts,
+    ends: frozenset[int],
+) -> GrammarBackend | None:
+    """The chosen one for this model; None where no plugin brings any."""
+    for choice in resolution.all("grammar"):
+        context = GrammarContext(
+            tokenizer=tokenizer,
+            vocab_size=facts.vocab_size,
+            eos_ids=ends,
+            options=config.plugin_config.get(choice.plugin, {}),
+            cache_dir=settings.cache_dir() / "grammars",
+        )
+        backend: GrammarBackend = choice.load_part()(context)
+        return backend
+    return None
 
 
 def _images(resolution: Resolution, raw: Mapping[str, Any]) -> PromptImages:

@@ -61,6 +61,8 @@ class FrontDoor:
         expert_parallel_size: int = 1,
         data_parallel_size: int = 1,
         context_parallel_size: int = 1,
+        grammar_backend: str | None = None,
+        grammar_acceleration: Literal["auto", "cpu", "cuda"] = "auto",
         disable_plugins: str | Sequence[str] = (),
         plugin_config: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -96,6 +98,8 @@ class FrontDoor:
             expert_parallel_size=expert_parallel_size,
             data_parallel_size=data_parallel_size,
             context_parallel_size=context_parallel_size,
+            grammar_backend=grammar_backend,
+            grammar_acceleration=grammar_acceleration,
             disable_plugins=disable_plugins,
             plugin_config=plugin_config,
         )

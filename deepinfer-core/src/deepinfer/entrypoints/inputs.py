@@ -24,6 +24,7 @@ from deepinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import ModelFacts
+    from deepinfer.api.grammar import GrammarBackend
     from deepinfer.chat import OutputParser
 
 
@@ -42,11 +43,12 @@ class TextPrompt(TypedDict):
 class ChatPrompt(TextPrompt):
     """A rendered conversation; ``parser`` makes what takes an answer apart, where one can.
 
-    ``reasons_first``: the answer begins with reasoning. ``images``: at their places in the ids.
+    ``reasoning_end``: the text that ends the reasoning with which the answer begins, if it does.
+    ``images``: at their places in the ids.
     """
 
     parser: NotRequired[Callable[[], OutputParser] | None]
-    reasons_first: NotRequired[bool]
+    reasoning_end: NotRequired[str]
     images: NotRequired[tuple[Image, ...]]
 
 
@@ -136,6 +138,7 @@ class Preparer:
         seed: where seeds of requests without one come from; None is the system's entropy.
         clock: stamps arrivals; the engine's clock.
         images: prepares them; None for a model that takes none.
+        grammar: checks what structured output is asked for; None refuses it.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Preparer:
         seed: int | None,
         clock: Callable[[], float] = time.monotonic,
         images: PromptImages | None = None,
+        grammar: GrammarBackend | None = None,
     ) -> None:
         self.images = images or PromptImages(None, facts.architecture)
         self._facts = facts
@@ -156,6 +160,7 @@ class Preparer:
         self._seed = seed
         self._clock = clock
         self._drawn = itertools.count()
+        self._grammar = grammar
 
     def prepare(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -180,6 +185,7 @@ class Preparer:
         arrival, seed = self._clock(), self._seed_of(params)
         limit = self._limit(len(ids), params)
         _not_drawn(params, self._facts.image_token)
+        self._check_grammar(params)
         row = to_row_params(params, len(ids), self._eos_ids, self._vocab, self._encode)
         requests = tuple(
             Request(
@@ -194,6 +200,7 @@ class Preparer:
                 arrival=arrival,
                 structured=params.so_args,
                 images=images,
+                reasoning_end=self._reasoning_end(prompt, params),
             )
             for i in range(params.n)
         )
@@ -238,6 +245,24 @@ class Preparer:
         ids: Sequence[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def _check_grammar(self, params: SamplingParams) -> None:
+        if params.so_args is None:
+            return
+        if self._grammar is None:
+            raise InvalidRequestError(
+                "Structured output needs a grammar plugin, and this engine has none.",
+                setting="so_args",
+                next_step="pip install deepinfer-structured",
+            )
+        self._grammar.check(params.so_args)
+
+    def _reasoning_end(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
+        """Ids behind which a grammar rules; none where it rules from the first token on."""
+        mark = prompt.get("reasoning_end") if isinstance(prompt, Mapping) else None
+        if not mark or params.so_args is None:
+            return ()
+        return tuple(self._tokenizer.encode(cast("str", mark), add_special_tokens=False))
+
     def _check_length(self, ids: Sequence[int], images: Sequence[Image]) -> None:
         if not ids:
             raise _empty()
@@ -271,12 +296,6 @@ def _for_answers(
     if not isinstance(prompt, Mapping):
         return None, params
     chat = cast("ChatPrompt", prompt)
-    if chat.get("reasons_first") and params.so_args is not None:
-        raise InvalidRequestError(
-            "so_args would force the model's reasoning too, with which this answer begins.",
-            setting="so_args",
-            next_step="Pass enable_thinking=False.",
-        )
     parser = chat.get("parser")
     if parser is None or not params.detokenize:  # an answer is taken apart by its text
         return None, params

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from deepinfer.ops.table import OpSet, table
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def build_ops(backend: Backend, ctx: OpContext) -> OpSet:
-    """The ops of one engine.
+def build_ops(
+    backend: Backend, ctx: OpContext, by_reference: Collection[str] = frozenset()
+) -> OpSet:
+    """The ops of one engine; ``by_reference`` names those that core serves in any case.
 
     Raises:
         UnsupportedError: ``ctx`` asks for a type, a quantisation or an invariance that the backend
@@ -45,7 +47,9 @@ def build_ops(backend: Backend, ctx: OpContext) -> OpSet:
         )
     if ctx.invariant:
         _check_invariant(backend.name, facts)
-    return OpSet(backend.provide(ctx), backend.name, ctx)
+    provided = backend.provide(ctx)
+    kept = {name: impl for name, impl in provided.items() if name not in by_reference}
+    return OpSet(kept, backend.name, ctx)
 
 
 def _check_invariant(name: str, facts: BackendFacts) -> None:

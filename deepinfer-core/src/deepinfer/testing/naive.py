@@ -7,9 +7,11 @@ standard library, and searches all of it for stop strings after every character.
 from __future__ import annotations
 
 import codecs
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.api.plan import Request
 from deepinfer.testing.fake import FakeScript
@@ -25,6 +27,22 @@ from deepinfer.testing.toy import (
 TOKENIZER = ToyTokenizer()
 
 
+class Oracle(Protocol):
+    """A matcher that looks at one token at a time."""
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Which ids may come next."""
+        ...
+
+    def advance(self, token: int) -> bool:
+        """Move if the token is legal."""
+        ...
+
+    def done(self) -> bool:
+        """Nothing but the end may follow."""
+        ...
+
+
 class Answer(NamedTuple):
     """What a request comes to."""
 
@@ -36,7 +54,22 @@ class Answer(NamedTuple):
     prompt_logprobs: tuple[Any, ...] | None
 
 
-def naive(request: Request, script: FakeScript) -> Answer:
+def toy_grammar(request: Request, vocab: int) -> Oracle:
+    """The matcher of a structured request."""
+    return ToyGrammar(request.structured, vocab, ends_of(request))
+
+
+def ends_of(request: Request) -> frozenset[int]:
+    """The ids that end its text."""
+    own = frozenset(request.sampling.stop_token_ids)
+    return own if request.sampling.ignore_eos else own | request.eos_ids
+
+
+def naive(
+    request: Request,
+    script: FakeScript,
+    grammar_of: Callable[[Request, int], Oracle] = toy_grammar,
+) -> Answer:
     """One token at a time, everything looked at from the beginning."""
     tokens, prompt_logprobs, model = list(request.token_ids), None, script.text(request)
     params, asked = request.row_params, request.sampling
@@ -47,7 +80,7 @@ def naive(request: Request, script: FakeScript) -> Answer:
         model.push(token)
     grammar = None
     if request.structured is not None:
-        grammar = ToyGrammar(request.structured, script.vocab_size)
+        grammar = grammar_of(request, script.vocab_size)
     reader, logprobs = _Reader(request), list[Any]()
     while True:
         if tokens[-1] == script.poison:
@@ -62,7 +95,7 @@ def naive(request: Request, script: FakeScript) -> Answer:
             logprobs.append(_table(*candidates(raw, token, params.logprobs)))
         if grammar is not None:
             assert grammar.advance(token)
-        finish = reader.push(token, len(tokens))
+        finish = reader.push(token, len(tokens), grammar is not None and grammar.done())
         if finish is not None:
             ids, text = tuple(tokens[prompt_len:]), reader.text
             return Answer(ids, text, *finish, tuple(logprobs), prompt_logprobs)
@@ -95,8 +128,10 @@ class _Reader:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.text = ""
 
-    def push(self, token: int, length: int) -> tuple[str, int | str | None] | None:
-        """Why it ends with this token, if it does."""
+    def push(
+        self, token: int, length: int, closed: bool = False
+    ) -> tuple[str, int | str | None] | None:
+        """Why it ends with this token, if it does. ``closed``: its grammar has ended."""
         asked, prompt_len = self.asked, len(self.request.token_ids)
         armed = length - prompt_len > asked.min_tokens
         eos = () if asked.ignore_eos else self.request.eos_ids
@@ -106,11 +141,11 @@ class _Reader:
             stop = self._read(self.decoder.decode(TOKENIZER.token_bytes(token)), armed)
             if stop is not None:
                 return "stop", stop
-        if ends or length >= self.request.limit:
+        if ends or closed or length >= self.request.limit:
             stop = self._read(self.decoder.decode(b"", final=True), armed)
             if ends:
                 return "stop", token if token in asked.stop_token_ids else None
-            return ("stop", stop) if stop else ("length", None)
+            return ("stop", stop) if stop or closed else ("length", None)
         return None
 
     def _read(self, piece: str, armed: bool) -> str | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer.api.grammar import MaskJob
 from deepinfer.api.kv import Lookup, PageKey
 from deepinfer.api.plan import RowParams
 from deepinfer.errors import UnsupportedError
@@ -144,39 +145,45 @@ class ToyTokenizer:
 
 
 class ToyGrammar:
-    """An automaton modulo m: the state decides which ids may follow; the end only in state 0."""
+    """An automaton modulo m: the state decides which ids may follow; the end only in state 0.
 
-    END = 0
+    ``LAST`` in the state m−1 closes the text: behind it nothing but the end may follow, so the text
+    ends without one. ``ends``: the ids that end this text, allowed where it may end.
+    """
 
-    def __init__(self, modulus: int, vocab: int) -> None:
+    LAST = 3
+
+    def __init__(self, modulus: int, vocab: int, ends: Collection[int] = frozenset({0})) -> None:
         self.modulus = modulus
         self.vocab = vocab
+        self.ends = frozenset(ends)
         self.state: int | None = 1 % modulus
 
     def mask(self) -> NDArray[np.bool_]:
         """Which ids may come next."""
-        if self.state is None:
-            allowed = np.zeros(self.vocab, bool)
-        else:
+        allowed = np.zeros(self.vocab, bool)
+        if self.state is not None:
             allowed = (np.arange(self.vocab) + self.state) % 3 != 0
-            allowed[self.END] = self.state == 0
-        if not allowed.any():
-            allowed[self.END] = True
+            allowed[0] = False  # the special token
+        if not self.state:
+            allowed[[i for i in self.ends if i < self.vocab]] = True
         return allowed
 
     def advance(self, token: int) -> bool:
         """Move if the token is legal."""
         if not self.mask()[token]:
             return False
-        at_end = token == self.END or self.state is None
-        self.state = None if at_end else ((self.state or 0) + token) % self.modulus
+        state = self.state or 0
+        closes = token in self.ends and state == 0
+        closes = closes or (token == self.LAST and state == self.modulus - 1)
+        self.state = None if closes or self.state is None else (state + token) % self.modulus
         return True
 
     def fill(self, rows: NDArray[np.int32], drafts: Sequence[int]) -> int:
         before, legal = self.state, 0
         rows[0] = packed(self.mask())
         for draft in drafts:
-            if not self.advance(draft):
+            if self.state is None or not self.advance(draft):
                 break
             legal += 1
             rows[legal] = packed(self.mask())
@@ -187,18 +194,27 @@ class ToyGrammar:
         """Back to where ``fill`` began."""
         self.state = state
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
+    def accept(self, tokens: Sequence[int]) -> int:
+        for done, token in enumerate(tokens):
+            if self.state is None:
+                return done
             if not self.advance(token):
                 raise AssertionError(f"the grammar refused the emitted token {token}")
+        return len(tokens)
 
     def done(self) -> bool:
         return self.state is None
 
     def fork(self) -> ToyGrammar:
-        twin = ToyGrammar(self.modulus, self.vocab)
+        twin = type(self)(self.modulus, self.vocab, self.ends)
         twin.state = self.state
         return twin
+
+    def unproven(self) -> bool:
+        return False
+
+    def violation(self) -> str | None:
+        return None
 
 
 class ToyGrammarBackend:
@@ -208,11 +224,33 @@ class ToyGrammarBackend:
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
+        self._compiled: set[int] = set()
 
-    def compile(self, spec: int) -> ToyGrammar:
+    def check(self, spec: int) -> None:
         if spec < 2:
             raise UnsupportedError(f"modulus {spec} cannot be enforced.", setting="so_args")
-        return self.grammar(spec, self.vocab)
+
+    def ready(self, spec: int, ends: frozenset[int]) -> ToyGrammar | None:
+        return self.grammar(spec, self.vocab, ends) if spec in self._compiled else None
+
+    def compile(self, spec: int, ends: frozenset[int]) -> ToyGrammar:
+        self.check(spec)
+        self._compiled.add(spec)
+        return self.grammar(spec, self.vocab, ends)
+
+    def fill(self, jobs: Sequence[MaskJob], rows: NDArray[np.int32]) -> list[int | Exception]:
+        return [filled(job, rows) for job in jobs]
+
+    def close(self) -> None:
+        self._compiled.clear()
+
+
+def filled(job: MaskJob, rows: NDArray[np.int32]) -> int | Exception:
+    """One job by its grammar's own ``fill``."""
+    try:
+        return job.grammar.fill(rows[job.first : job.first + 1 + len(job.drafts)], job.drafts)
+    except Exception as why:
+        return why
 
 
 def packed(mask: NDArray[np.bool_]) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ import torch
 
 from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
-from deepinfer.errors import ConfigError, shown
+from deepinfer.errors import ConfigError, UnsupportedError, shown
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.dummy import make_weights
 from deepinfer.models.registry import architectures_of, image_reader, model_config
@@ -223,7 +223,9 @@ def _load(
         activation_dtype=None if rows is None else getattr(torch, rows),
     )
     _check_page_size(config.page_size, backend)
-    ops = build_ops(backend, context)
+    by_reference = {"apply_bitmask"} if config.grammar_acceleration == "cpu" else set()
+    ops = build_ops(backend, context, by_reference)
+    _check_acceleration(config, ops, backend)
     parallel = single()
     model = adapter.build(mine, ops, parallel)
     dequantize = config.dequantize_weights
@@ -237,6 +239,23 @@ def _load(
         nbytes = load_weights(model, rules, checkpoint, ops, dtype, plan=plan)
     reader = image_reader(adapter, checkpoint.config)
     return _Loaded(model, ops, mine, spec, dtype, nbytes, -1 if reader is None else reader.token)
+
+
+def _check_acceleration(config: EngineConfig, ops: OpSet, backend: Backend) -> None:
+    """``grammar_acceleration="cuda"`` is a promise: a kernel, on that device."""
+    if config.grammar_acceleration != "cuda":
+        return
+    if backend.device_type != "cuda":
+        why = f"backend {backend.name!r} runs on {backend.device_type!r}"
+    elif ops.origin["apply_bitmask"] == "reference":
+        why = f"backend {backend.name!r} has no kernel for the op apply_bitmask"
+    else:
+        return
+    raise UnsupportedError(
+        f"grammar_acceleration='cuda' cannot be kept: {why}.",
+        setting="grammar_acceleration",
+        next_step="Leave it at 'auto', which takes the best there is.",
+    )
 
 
 def choose_dtype(asked: str, raw: dict[str, Any], device: torch.device) -> torch.dtype:
