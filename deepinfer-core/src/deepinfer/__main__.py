@@ -20,6 +20,7 @@ import click
 _COMMANDS: Final = {
     "generate": ("deepinfer.cli.generate:generate", "Continue prompts: arguments, files, stdin."),
     "chat": ("deepinfer.cli.chat:chat", "Talk with a model in the terminal."),
+    "serve": ("deepinfer.cli.serve:serve", "Serve a model over HTTP."),
     "run-batch": ("deepinfer.cli.run_batch:run_batch", "Run an OpenAI batch file."),
     "recipe": ("deepinfer.cli.recipe:recipe", "Entities, SQL, classification, documents to data."),
     "bench": ("deepinfer.cli.bench:bench", "Measure latency, throughput and start-up."),

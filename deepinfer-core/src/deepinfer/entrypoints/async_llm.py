@@ -20,7 +20,7 @@ from deepinfer.entrypoints.assemble import Assembly
 from deepinfer.entrypoints.front import FrontDoor
 from deepinfer.entrypoints.inputs import Message, Prepared, Prompt
 from deepinfer.entrypoints.outputs import Gathering, RequestOutput
-from deepinfer.errors import InvalidRequestError
+from deepinfer.errors import DeepInferError, InvalidRequestError
 from deepinfer.sampling_params import SamplingParams
 
 
@@ -157,6 +157,15 @@ class AsyncLLM(FrontDoor):
     async def reset_prefix_cache(self) -> None:
         """Forget all reusable prefixes."""
         await asyncio.to_thread(self._driver.ask, lambda e: e.reset_prefix_cache())
+
+    @property
+    def dead_error(self) -> DeepInferError | None:
+        """Why nothing can be served any more; None while it can."""
+        try:
+            self._driver.check()
+        except DeepInferError as why:
+            return why
+        return None
 
     async def check_health(self) -> None:
         """Raise ``EngineDeadError`` or ``EngineClosedError`` if nothing can be served."""
