@@ -27,7 +27,7 @@ from deepinfer.api.specs import (
     StoreSpec,
 )
 from deepinfer.discovery import discover
-from deepinfer.errors import ConfigError, ModelLoadError, PluginError
+from deepinfer.errors import ConfigError, ModelLoadError, PluginError, UnknownPluginError
 from deepinfer.plugins import PluginManager, Resolution, Wanted
 
 HEAD = "from deepinfer.api import BackendSpec, ModelSpec, PolicySpec, hookimpl\n"
@@ -232,7 +232,7 @@ def test_a_disabled_plugin_is_not_imported(site):
     for name in ("chip", "Chip"):  # by entry point; by distribution, as registries compare
         assert state(site.manager(disable=(name,)), "chip")[0] == "disabled"
     assert module not in sys.modules
-    with pytest.raises(PluginError, match="disabled"):
+    with pytest.raises(UnknownPluginError, match="disabled"):
         site.manager(disable=("chip",)).resolve(wants("chip"))
 
 
@@ -278,7 +278,7 @@ def test_a_broken_window_stays_in_its_own_record(site, caplog, case):
 
 def test_an_unknown_name_shows_the_near_ones_and_who_may_be_its_broken_home(site):
     site.add("bad", "import nowhere_at_all\n")
-    with pytest.raises(PluginError, match="Did you mean 'reference'") as caught:
+    with pytest.raises(UnknownPluginError, match="Did you mean 'reference'") as caught:
         site.manager().resolve(wants("referense"))
     assert "nowhere_at_all" in str(caught.value)
 
@@ -622,5 +622,5 @@ def test_a_model_spec_is_told_apart_by_type():
 def test_a_disabled_name_that_nothing_has_is_refused(tmp_path):
     """A slip of the pen would leave the plugin in; core's own rooms cannot be left out."""
     for name in ("nosuch", "core"):
-        with pytest.raises(PluginError, match=f"disable_plugins names {name}"):
+        with pytest.raises(UnknownPluginError, match=f"disable_plugins names {name}"):
             discover([name], path=[str(tmp_path)])

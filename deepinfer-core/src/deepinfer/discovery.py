@@ -23,7 +23,7 @@ from deepinfer import __version__
 from deepinfer.api import hookspecs
 from deepinfer.api.hookspecs import PROJECT
 from deepinfer.api.specs import API_VERSION, Spec, usable
-from deepinfer.errors import PluginError
+from deepinfer.errors import UnknownPluginError
 
 CORE: Final = "deepinfer-core"
 CORE_VERSION: Final = __version__
@@ -238,7 +238,7 @@ def _refuse_unknown(disabled: set[str], found: Sequence[Plugin]) -> None:
     known = {p.name for p in found} | {canonical(p.distribution) for p in found}
     unknown = sorted(name for name in disabled if not {name, canonical(name)} & known)
     if unknown:
-        raise PluginError(
+        raise UnknownPluginError(
             f"disable_plugins names {', '.join(unknown)}, which no installed plugin is called.",
             setting="disable_plugins",
             next_step=f"Installed: {', '.join(sorted(known)) or 'none beside core'}.",

@@ -69,6 +69,10 @@ class PluginError(DeepInferError):
     code = "plugin"
 
 
+class UnknownPluginError(PluginError, ConfigError):
+    """An argument names a plugin, or something of one, that is not here or was disabled."""
+
+
 class KVCacheTooSmallError(ConfigError):
     """The KV cache cannot hold a single request of the allowed length."""
 

@@ -29,7 +29,7 @@ from deepinfer.choice import (
     unread,
 )
 from deepinfer.discovery import Availability, Plugin, discover, new_pluggy, opened, probe
-from deepinfer.errors import ConfigError, ModelLoadError, PluginError
+from deepinfer.errors import ConfigError, ModelLoadError, PluginError, UnknownPluginError
 from deepinfer.resolution import Chosen, Resolution, Wanted
 
 __all__ = ["Chosen", "Offer", "PluginManager", "Resolution", "Wanted"]
@@ -80,7 +80,8 @@ class PluginManager:
             config: handed to the hooks as it is.
 
         Raises:
-            PluginError: what was asked for is broken, absent, ambiguous or cannot run here.
+            PluginError: what was asked for is broken, ambiguous or cannot run here.
+            UnknownPluginError: nothing here has a name that was asked for.
             ModelLoadError: nobody reads the checkpoint's architecture.
             ConfigError: capabilities are missing or plugins object; all sentences at once.
         """
@@ -137,11 +138,13 @@ class PluginManager:
                 return self._insist(offer)
         for plugin in self.plugins:
             if plugin.name == name and plugin.state != "ready":
-                raise PluginError(_fault(plugin), setting=kind, next_step=_doctor(plugin))
+                disabled = plugin.state == "disabled"
+                error = UnknownPluginError if disabled else PluginError
+                raise error(_fault(plugin), setting=kind, next_step=_doctor(plugin))
         known = [offer.spec.name for offer in offers]
         near = "".join(f"Did you mean {n!r}? " for n in difflib.get_close_matches(name, known, 1))
         head = f"No plugin here has a {kind} called {name!r}. {near}Known: {listed(known)}."
-        raise PluginError(lines(head, self._faults()), setting=kind)
+        raise UnknownPluginError(lines(head, self._faults()), setting=kind)
 
     def _insist(self, offer: Offer) -> Offer:
         answer = self.available(offer)

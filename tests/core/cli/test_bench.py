@@ -108,6 +108,15 @@ def test_startup_shows_its_stages(shell, tmp_path):
     assert written["medians"]["startup"]["deepinfer"] > 0
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_what_was_measured_is_written_down(shell, tmp_path, quantization):
+    options = () if quantization is None else ("--quantization", quantization)
+    done = shell("bench", "startup", "--rounds", "1", "-o", str(tmp_path / "out"), *options)
+    assert done.code == 0, done.err
+    notes = json.loads((tmp_path / "out").read_text())["notes"]["deepinfer"]
+    assert notes["quantization"] == quantization and notes["backend"].endswith("float32")
+
+
 def test_a_peer_needs_a_name_and_an_interpreter(shell):
     done = shell("bench", "latency", "--peer", "nonsense")
     assert done.code == 2 and "transformers, llama.cpp, vllm" in done.err

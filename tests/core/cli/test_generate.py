@@ -104,6 +104,41 @@ def test_bad_parameters_end_with_2_and_their_name(shell, option, words):
     assert done.code == 2 and words in done.err
 
 
+BAD = {
+    "temperature": ("-t", "-1"),
+    "top_p": ("--top-p", "2"),
+    "max_tokens": ("-n", "0"),
+    "min_tokens": ("-n", "2", "--min-tokens", "3"),
+    "n=": ("--samples", "0"),
+    "stop": ("--stop", ""),
+    "seed": ("-s", str(1 << 70)),
+    "ID:BIAS": ("--logit-bias", "x"),
+    "neither a number nor none": ("-n", "many"),
+}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize(("words", "option"), BAD.items(), ids=BAD)
+def test_wrong_values_are_refused_before_a_model_is_looked_for(shell, command, words, option):
+    given = (command, "Hello") if command == "generate" else (command,)
+    done = shell(*given, *option, "-m", "/no/such/model", model=False)
+    assert done.code == 2
+    assert words in done.err and "/no/such/model" not in done.err
+
+
+def test_an_empty_prompt_is_refused_before_a_model_is_looked_for(shell):
+    done = shell("generate", "Hello", "", "-m", "/no/such/model", model=False)
+    assert done.code == 2 and "Prompt 2 is empty" in done.err
+    assert shell("generate", "--chat", "", *FEW).code == 0  # a user may say nothing
+
+
+def test_no_limit_runs_to_the_end_of_the_context(shell):
+    done = shell("generate", "Hello", "-n", "none", "--json", "--ignore-eos", "-t", "0",
+                 "--max-model-len", "40")  # fmt: skip
+    out = lines(done.out)[0]["outputs"][0]
+    assert out["finish_reason"] == "length" and len(out["token_ids"]) > 16
+
+
 def test_progress_bar_only_where_it_is_wanted(shell):
     assert "generating" not in shell("generate", "a", "b", *FEW).err
     assert "generating" in shell("generate", "a", "b", "--progress", *FEW).err

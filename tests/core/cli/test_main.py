@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from deepinfer import __version__
 
 COMMANDS = (
@@ -64,6 +65,12 @@ def test_debug_shows_the_traceback(shell):
 def test_sizes_that_are_not_built_are_refused(shell):
     done = shell("generate", "Hi", "--ep", "8")
     assert done.code == 2 and "expert_parallel_size=8" in done.err
+
+
+@pytest.mark.parametrize("option", ["--backend", "--scheduling-policy", "--no-plugin"])
+def test_names_that_no_plugin_has_are_wrong_options(shell, option):
+    done = shell("generate", "Hi", option, "nonsense")
+    assert done.code == 2 and "nonsense" in done.err
 
 
 def test_config_show_says_where_values_come_from(shell, monkeypatch):

@@ -65,6 +65,7 @@ def test_a_bad_line_of_a_batch_costs_only_itself(shell, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([line, *bad, line]))
     done = shell("run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out"))
     written = [json.loads(text) for text in (tmp_path / "out").read_text("utf-8").splitlines()]
+    written.sort(key=lambda line: int(line["id"].rpartition("_")[2]))
     assert done.code == 1
     assert [w["response"]["status_code"] for w in written] == [200, *[400] * len(bad), 200]
     assert written[-1]["custom_id"] == "é"
@@ -96,6 +97,17 @@ def test_fields_beside_a_prompt_are_named(shell, tmp_path, beside):
     done = shell("generate", "-f", str(tmp_path / "p.jsonl"), *FEW)
     assert done.code == 2
     assert next(iter(beside)) in done.err and "beside" in done.err
+
+
+def test_a_message_names_its_line_once(shell, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": }\n')
+    done = shell("generate", "-f", str(tmp_path / "p.jsonl"), *FEW)
+    assert "p.jsonl, line 2 is no JSON: Expecting value at character 12." in done.err
+    assert done.err.count("line ") == 1
+    for content in [*NO_JSON.values(), "", "{", '"a', "[1,]"]:
+        with pytest.raises(InvalidRequestError, match=r"^line 7 ") as caught:
+            as_json(content, "line 7")
+        assert caught.value.message.count("line ") == 1
 
 
 def test_depth_is_counted_in_levels():

@@ -13,11 +13,16 @@ GOOD = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 USER = [{"role": "user", "content": "Hi"}]
 
 
+def by_line(written):
+    """Lines come in order of completion; ``id`` ends with the number of the line that asked."""
+    return sorted(map(json.loads, written), key=lambda line: int(line["id"].rpartition("_")[2]))
+
+
 def batch(shell, tmp_path, *lines):
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (tmp_path / "in.jsonl").write_text("\n".join(texts) + "\n")
     done = shell("run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out"))
-    return done, [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    return done, by_line((tmp_path / "out").read_text().splitlines())
 
 
 def test_chat_and_completions(shell, tmp_path):
@@ -68,6 +73,34 @@ def test_one_bad_line_does_not_lose_the_others(shell, tmp_path):
 def test_only_a_bad_line(shell, tmp_path):
     done, (line,) = batch(shell, tmp_path, ask("x", "/v1/completions", prompt=[9999]))
     assert done.code == 1 and "id 9999" in line["error"]["message"]
+
+
+def test_lines_come_in_order_of_completion(shell, tmp_path):
+    """``custom_id`` says which is which; blank lines count, and get none."""
+    long = ask("long", "/v1/completions", prompt="Hello", **{**GOOD, "max_tokens": 200})
+    short = ask("short", "/v1/completions", prompt="Hello", **GOOD)
+    texts = [json.dumps(long), "", json.dumps(short), "{no json"]
+    (tmp_path / "in.jsonl").write_text("\n".join(texts) + "\n")
+    done = shell("run-batch", "-i", str(tmp_path / "in.jsonl"))
+    written = [json.loads(line) for line in done.out.splitlines()]
+    assert [w["custom_id"] for w in written] == [None, "short", "long"]
+    assert [w["id"] for w in written] == [f"batch_req_{number}" for number in (4, 3, 1)]
+    assert "line 4 is no JSON" in written[0]["error"]["message"]
+
+
+def test_more_lines_than_are_held_at_once(shell, tmp_path):
+    """Each is answered as alone, and those without a seed draw theirs in the order of lines."""
+    bodies = [{"max_tokens": 1 + i % 5, "temperature": 1.0, "ignore_eos": True} for i in range(40)]
+    lines = [ask(str(i), "/v1/completions", prompt="Hello", **b) for i, b in enumerate(bodies)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def texts(*more):
+        done = shell("run-batch", "-i", str(tmp_path / "in.jsonl"), "--batch-invariant", *more)
+        written = by_line(done.out.splitlines())
+        assert [w["custom_id"] for w in written] == [str(i) for i in range(40)]
+        return [w["response"]["body"]["choices"][0]["text"] for w in written]
+
+    assert texts("--max-num-seqs", "2") == texts()
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -156,7 +189,7 @@ def test_an_answer_taken_apart_is_written_in_parts():
 
     message = ChatMessage("Hm.", None, (ToolCall(0, "now", "{}", "c1"),))
     out = CompletionOutput(0, "raw", [1], finish_reason="tool_calls", message=message)
-    job = _Job("a", chat=True, result=RequestOutput("r", None, [1], [out], True))
+    job = _Job(1, "a", chat=True, result=RequestOutput("r", None, [1], [out], True))
     (choice,) = _choices(job)
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     assert choice["message"] == {

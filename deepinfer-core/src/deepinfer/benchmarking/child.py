@@ -29,7 +29,11 @@ class DeepInfer:
         arguments = {"max_num_seqs": 64, **spec.get("engine", {})}
         self._llm = LLM(spec["model"], num_threads=spec["threads"], **arguments)
         self.vocab = self._llm.assembly.facts.vocab_size
-        self.notes = {"startup": self._llm.assembly.timings, "backend": self._backend()}
+        self.notes = {
+            "startup": self._llm.assembly.timings,
+            "backend": self._backend(),
+            "quantization": self._llm.assembly.config.quantization,
+        }
 
     def _backend(self) -> str:
         facts = self._llm.assembly.facts

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from deepinfer.cli.options import doing, engine_config, engine_options, fetch_demo
+from deepinfer.cli.writing import LineWriter
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -31,7 +33,9 @@ def _bench_options(command: _Command) -> _Command:
             type=click.Path(path_type=Path),
             help="A directory with safetensors for peers; made from the model if left out.",
         ),
-        click.option("-o", "--output", type=click.File("w"), help="Write json there."),
+        click.option(
+            "-o", "--output", type=LineWriter, metavar="FILENAME", help="Write json there."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Write json, no table."),
     ):
         command = option(command)
@@ -78,10 +82,7 @@ def startup(**options: Any) -> None:
     """Import and load, in a fresh process each time; DeepInfer's by stage."""
     from deepinfer.benchmarking import harness
 
-    with doing("preparing", log=True) as tell:
-        contestants = _contestants(options, tell)
-        result = harness.startups(contestants, options["rounds"], tell)
-    _report(result, contestants[0].label, options["output"], options["as_json"])
+    result = _compared(harness.startups, options)
     if not options["as_json"]:
         for stage, seconds in result.notes.get("deepinfer", {}).get("startup", {}).items():
             click.echo(f"  {stage:<32} {seconds:8.3f} s")
@@ -90,10 +91,21 @@ def startup(**options: Any) -> None:
 def _measure(workloads: Sequence[str], **options: Any) -> None:
     from deepinfer.benchmarking import harness
 
-    with doing("preparing", log=True) as tell:
-        contestants = _contestants(options, tell)
-        result = harness.run(contestants, workloads, options["rounds"], tell)
-    _report(result, contestants[0].label, options["output"], options["as_json"])
+    def run(contestants: list[Any], rounds: int, tell: Callable[[str], None]) -> Any:
+        return harness.run(contestants, workloads, rounds, tell)
+
+    _compared(run, options)
+
+
+def _compared(measure: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """What ``measure`` found, reported where the options want it."""
+    output = options["output"]
+    with output or contextlib.nullcontext():
+        with doing("preparing", log=True) as tell:
+            contestants = _contestants(options, tell)
+            result = measure(contestants, options["rounds"], tell)
+        _report(result, contestants[0].label, output, options["as_json"])
+    return result
 
 
 def _contestants(options: dict[str, Any], tell: Callable[[str], None]) -> list[Any]:
@@ -151,11 +163,11 @@ def _peer_files(
     return paths
 
 
-def _report(result: Any, base: str, output: IO[str] | None, as_json: bool) -> None:
+def _report(result: Any, base: str, output: LineWriter | None, as_json: bool) -> None:
     from deepinfer.benchmarking.harness import table
 
     if output is not None or as_json:
-        click.echo(json.dumps(result.to_json(base), indent=1), file=output)
+        (output or LineWriter("-")).write(json.dumps(result.to_json(base), indent=1))
     if not as_json:
         click.echo(table(result, base))
     if base in result.absent:

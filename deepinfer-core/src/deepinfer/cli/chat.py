@@ -10,7 +10,13 @@ from typing import Any
 
 import click
 
-from deepinfer.cli.options import engine_options, open_async_llm, sampling_options, sampling_params
+from deepinfer.cli.options import (
+    NO_LIMIT,
+    engine_options,
+    open_async_llm,
+    sampling_options,
+    sampling_params,
+)
 from deepinfer.cli.reading import as_text, standard_input
 
 _HELP = "/exit ends, /reset forgets the conversation, /help shows this. Ctrl-C stops an answer."
@@ -22,7 +28,8 @@ _HELP = "/exit ends, /reset forgets the conversation, /help shows this. Ctrl-C s
 @engine_options
 def chat(system: str | None, sampling: dict[str, Any], engine: dict[str, Any]) -> None:
     """Talk with a model. Lines come from the terminal or from standard input."""
-    sampling.setdefault("max_tokens", 0)
+    sampling.setdefault("max_tokens", NO_LIMIT)
+    sampling_params(sampling)  # refuse nonsense before a model is loaded
     with asyncio.Runner() as runner:
         llm = open_async_llm(engine)
         try:

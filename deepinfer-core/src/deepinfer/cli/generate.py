@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ import click
 
 from deepinfer.cli.options import engine_options, open_llm, sampling_options, sampling_params
 from deepinfer.cli.reading import TEXT_FILE, as_json, as_text, standard_input
+from deepinfer.cli.writing import LineWriter
 from deepinfer.errors import InvalidRequestError
 
 _MAX_TOKENS: Final = 128
@@ -31,7 +33,7 @@ _FIELDS: Final = ("messages", "prompt_token_ids", "prompt")
 @click.option("--chat", is_flag=True, help="A prompt is a user's message to a chat model.")
 @click.option("--system", help="A system message, with --chat.")
 @click.option("--json", "as_json", is_flag=True, help="Write jsonl.")
-@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), help="Write jsonl there.")
+@click.option("-o", "--output", type=LineWriter, metavar="FILENAME", help="Write jsonl there.")
 @click.option("--progress/--no-progress", default=None, help="Default: if stderr is a terminal.")
 @sampling_options
 @engine_options
@@ -41,38 +43,47 @@ def generate(
     chat: bool,
     system: str | None,
     as_json: bool,
-    output: IO[str] | None,
+    output: LineWriter | None,
     progress: bool | None,
     sampling: dict[str, Any],
     engine: dict[str, Any],
 ) -> int:
     """Continue PROMPTS, the lines of --file, or standard input as one text."""
-    asked = list(_asked(prompts, files))
+    writer = output or (LineWriter("-") if as_json else None)
+    if writer is not None:
+        writer.refuse(files)
+    asked = list(_asked(prompts, files, chat))
     if not asked:
         raise click.UsageError("No prompt: give arguments, --file, or text on standard input.")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
-    with open_llm(engine) as llm:
-        sampling = {"max_tokens": _MAX_TOKENS, **sampling}
-        params = sampling_params(sampling, llm.get_default_sampling_params())
-        show = sys.stderr.isatty() if progress is None else progress
-        results = _run(llm, [_prompt(llm, p, chat, system) for p in asked], params, show)
-    if as_json or output is not None:
-        for prompt, result in zip(asked, results, strict=True):
-            click.echo(json.dumps(record(prompt, result), ensure_ascii=False), file=output)
-    else:
-        _print(results)
+    sampling = {"max_tokens": _MAX_TOKENS, **sampling}
+    sampling_params(sampling)  # refuse nonsense before a model is loaded
+    with writer or contextlib.nullcontext():
+        with open_llm(engine) as llm:
+            params = sampling_params(sampling, llm.get_default_sampling_params())
+            show = sys.stderr.isatty() if progress is None else progress
+            results = _run(llm, [_prompt(llm, p, chat, system) for p in asked], params, show)
+        if writer is None:
+            _print(results)
+        else:
+            for prompt, result in zip(asked, results, strict=True):
+                writer.write(json.dumps(record(prompt, result), ensure_ascii=False))
     failed = [r for r in results if r.error is not None]
     for result in failed:
         click.echo(f"error: {result.error}", err=True)
     return 1 if failed else 0
 
 
-def _asked(prompts: Iterable[str], files: Iterable[IO[str]]) -> Iterator[Any]:
+def _asked(prompts: Iterable[str], files: Iterable[IO[str]], chat: bool) -> Iterator[Any]:
     """Texts, id lists or lists of messages."""
     given = False
     for number, prompt in enumerate(prompts, 1):
         given = True
+        if not prompt and not chat:  # a user may say nothing; a text to go on with must begin
+            raise InvalidRequestError(
+                f"Prompt {number} is empty: there is nothing to continue.", setting="prompts"
+            )
         yield as_text(prompt, f"prompt {number}")
     for file in files:
         given = True

@@ -16,6 +16,15 @@ import click
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 Option = tuple[tuple[str, ...], dict[str, Any]]
+NO_LIMIT: Final = "none"
+
+
+def _limit(value: str | int) -> int | str:
+    """A number, or ``none`` for no limit."""
+    try:
+        return NO_LIMIT if value == NO_LIMIT else int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor {NO_LIMIT}.") from None
 
 
 def _opt(*names: str, **kwargs: Any) -> Option:
@@ -71,7 +80,13 @@ _ENGINE: Final[Sequence[Option]] = (
 )
 
 _SAMPLING: Final[Sequence[Option]] = (
-    _opt("-n", "--max-tokens", type=int, help="Longest output; 0: no end but the context's."),
+    _opt(
+        "-n",
+        "--max-tokens",
+        type=_limit,
+        metavar="N|none",
+        help="Longest output; none: to the context's end.",
+    ),
     _opt("--min-tokens", type=int),
     _opt("-t", "--temperature", type=float, help="Default: the checkpoint's, else 0 (greedy)."),
     _opt("--top-k", type=int),
@@ -188,15 +203,17 @@ def engine_config(engine: dict[str, Any]) -> Any:
     return EngineConfig.make(**arguments)
 
 
-def sampling_params(sampling: dict[str, Any], base: Any) -> Any:
+def sampling_params(sampling: dict[str, Any], base: Any = None) -> Any:
     """``base``, the checkpoint's defaults, with what the command line gave in its place.
 
     A temperature that nobody names is 0: who types a question wants the answer, and again.
+    Without ``base``: only to refuse wrong values, before a model is loaded.
     """
     from deepinfer.sampling_params import SamplingParams
 
+    base = SamplingParams() if base is None else base
     given = dict(sampling)
-    if given.get("max_tokens") == 0:
+    if given.get("max_tokens") == NO_LIMIT:
         given["max_tokens"] = None
     if "logit_bias" in given:
         given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])

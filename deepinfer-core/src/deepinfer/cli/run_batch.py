@@ -1,86 +1,130 @@
 """``deepinfer run-batch``: OpenAI's batch file format, in and out.
 
 Each line of the input names a ``custom_id``, a ``url`` (``/v1/chat/completions`` or
-``/v1/completions``) and a ``body``; each gets one line of output, in order. A bad line costs only
-itself.
+``/v1/completions``) and a ``body``; each gets one line of output, written when its request ends.
+So lines come in order of completion, as OpenAI's batches have them: ``custom_id`` says which is
+which. A bad line costs only itself, and Ctrl-C only what has not ended.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import IO, Any, Final
 
 import click
 
-from deepinfer.cli.options import engine_options, open_llm
+from deepinfer.cli.options import engine_options, open_async_llm
 from deepinfer.cli.reading import TEXT_FILE, as_json
+from deepinfer.cli.writing import LineWriter
 from deepinfer.entrypoints.bodies import body_params, chat_options, check_model
-from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
+from deepinfer.errors import (
+    ConfigError,
+    DeepInferError,
+    EngineClosedError,
+    EngineDeadError,
+    InvalidRequestError,
+)
 
 _CHAT: Final = "/v1/chat/completions"
 _TEXT: Final = "/v1/completions"
 _LINE: Final = ("custom_id", "method", "url", "body")
+_AHEAD: Final = 4
+"""Requests in hand, in units of what the engine runs at once: a long file is not held as pixels."""
 
 
 @dataclass(slots=True)
 class _Job:
     """One line: what it asks, or why it cannot be asked."""
 
-    custom_id: Any
+    number: int
+    custom_id: Any = None
     chat: bool = False
     prompt: Any = None
     params: Any = None
-    error: DeepInferError | None = None
+    error: Exception | None = None
     result: Any = None
 
 
 @click.command(name="run-batch")
 @click.option("-i", "--input", "source", type=TEXT_FILE, required=True)
-@click.option("-o", "--output", type=click.File("w", encoding="utf-8"), default="-")
+@click.option("-o", "--output", type=LineWriter, metavar="FILENAME", default="-")
 @click.option("--progress/--no-progress", default=None, help="Default: if stderr is a terminal.")
 @engine_options
 def run_batch(
-    source: IO[str], output: IO[str], progress: bool | None, engine: dict[str, Any]
+    source: IO[str], output: LineWriter, progress: bool | None, engine: dict[str, Any]
 ) -> int:
-    """Run every request of a batch file; one line of output for each line of input."""
-    lines = [line for line in source if line.strip()]
-    with open_llm(engine) as llm:
-        jobs = [_job(llm, line, number) for number, line in enumerate(lines, 1)]
-        ready = [job for job in jobs if job.error is None]
-        show = sys.stderr.isatty() if progress is None else progress
-        if ready:
-            prompts = [job.prompt for job in ready]
-            results = _generate(llm, prompts, [job.params for job in ready], show)
-            for job, result in zip(ready, results, strict=True):
-                job.result, job.error = result, result.error
-        name = llm.get_tokenizer().name
-    for number, job in enumerate(jobs, 1):
-        output.write(json.dumps(_line(job, number, name), ensure_ascii=False) + "\n")
-    return 0 if all(job.error is None for job in jobs) else 1
+    """Run every request of a batch file. Each gets one line of output, written when it ends:
+    lines come in order of completion, and custom_id says which is which.
+    """
+    from deepinfer.entrypoints.progress import Bar
+
+    output.refuse([source])
+    lines = [(number, line) for number, line in enumerate(source, 1) if line.strip()]
+    show = sys.stderr.isatty() if progress is None else progress
+    with output, asyncio.Runner() as runner:
+        llm = open_async_llm(engine)
+        try:
+            with Bar(len(lines), "generating", "req", disable=not show) as bar:
+                return runner.run(_run_all(llm, lines, output, bar))
+        finally:
+            llm.close()
 
 
-def _generate(llm: Any, prompts: list[Any], params: list[Any], show: bool) -> list[Any]:
-    from deepinfer.entrypoints.outputs import failed_output
-
+async def _run_all(llm: Any, lines: Iterable[tuple[int, str]], output: LineWriter, bar: Any) -> int:
+    """The exit code. Requests begin in the order of the lines."""
+    name = llm.get_tokenizer().name
+    left, most = iter(lines), _AHEAD * llm.assembly.config.max_num_seqs
+    running: set[asyncio.Task[_Job]] = set()
+    written = failed = 0
     try:
-        results: list[Any] = llm.generate(prompts, params, use_tqdm=show)
-        return results
-    except (InvalidRequestError, ConfigError) as why:  # the only one
-        return [failed_output("", None, (), why)]
+        while True:
+            for number, line in islice(left, most - len(running)):
+                running.add(asyncio.create_task(_run(llm, line, number)))
+            if not running:
+                return 1 if failed else 0
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for job in sorted((task.result() for task in done), key=lambda job: job.number):
+                output.write(json.dumps(_line(job, name), ensure_ascii=False))
+                written, failed = written + 1, failed + (job.error is not None)
+                bar.show(written)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _run(llm: Any, line: str, number: int) -> _Job:
+    """One line, from its text to its answer."""
+    job = _job(llm, line, number)
+    if job.error is not None:
+        return job
+    try:
+        async with contextlib.aclosing(llm.generate(job.prompt, job.params)) as outputs:
+            async for output in outputs:
+                job.result = output
+    except (EngineDeadError, EngineClosedError):
+        raise
+    except Exception as why:  # its own, whatever it is
+        job.error = why
+    return job
 
 
 def _job(llm: Any, line: str, number: int) -> _Job:
-    job = _Job(None)
+    job = _Job(number)
     try:
         asked = _parsed(line, number)
         job.custom_id = asked.get("custom_id")
         job.chat, body = _what(asked, number)
         check_model(body, _names(llm))
-        job.params = body_params(body, llm.get_default_sampling_params(), job.chat)
+        params = body_params(body, llm.get_default_sampling_params(), job.chat)
+        job.params = params.model_copy(update={"output_kind": "final_only"})
         job.prompt = _prompt(llm, body) if job.chat else body.get("prompt")
         if job.prompt is None:
             raise InvalidRequestError("The body has no prompt.", setting="prompt")
@@ -126,12 +170,13 @@ def _prompt(llm: Any, body: Mapping[str, Any]) -> Any:
     return llm.assembly.render_chat(body.get("messages"), options, body.get("chat_template"))
 
 
-def _line(job: _Job, number: int, model: str) -> dict[str, Any]:
+def _line(job: _Job, model: str) -> dict[str, Any]:
+    number = job.number
     if job.error is not None:
         status = 400 if isinstance(job.error, InvalidRequestError | ConfigError) else 500
         body: dict[str, Any] = {"error": {"message": str(job.error), "type": _code(job.error)}}
     else:
-        status, body = 200, _body(job, model, number)
+        status, body = 200, _body(job, model)
     return {
         "id": f"batch_req_{number}",
         "custom_id": job.custom_id,
@@ -144,14 +189,14 @@ def _code(error: Exception) -> str:
     return error.code if isinstance(error, DeepInferError) else "internal"
 
 
-def _body(job: _Job, model: str, number: int) -> dict[str, Any]:
+def _body(job: _Job, model: str) -> dict[str, Any]:
     result = job.result
     written = sum(len(out.token_ids) for out in result.outputs)
     prompt = len(result.prompt_token_ids)
     asked = result.prompt_logprobs
     extra = {} if asked is None else {"prompt_logprobs": [_candidates(c) for c in asked]}
     return {
-        "id": f"{'chatcmpl' if job.chat else 'cmpl'}-{number}",
+        "id": f"{'chatcmpl' if job.chat else 'cmpl'}-{job.number}",
         "object": "chat.completion" if job.chat else "text_completion",
         "created": int(time.time()),
         "model": model,

@@ -39,7 +39,11 @@ def as_json(line: str, what: str) -> Any:
         value = json.loads(as_text(line, what))
     except RecursionError:
         raise _too_deep(what) from None
-    except ValueError as why:
+    except json.JSONDecodeError as why:  # its own line number would count from ``what``
+        raise InvalidRequestError(
+            f"{what} is no JSON: {why.msg} at character {why.pos + 1}."
+        ) from None
+    except ValueError as why:  # a number of thousands of digits
         raise InvalidRequestError(f"{what} is no JSON: {why}.") from None
     _walk(value, what)
     return value
