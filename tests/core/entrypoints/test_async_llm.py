@@ -119,6 +119,50 @@ def test_leaving_frees_everything(toy, way):
     assert asyncio.run(main())
 
 
+def test_who_is_aborted_while_he_waits_has_an_empty_list_of_logprobs(toy):
+    async def main():
+        async with toy.async_llm(script=toy.script(jitter=0.002, max_num_seqs=1)) as llm:
+            first = asyncio.create_task(collect(llm.generate([1], kind("cumulative"))))
+            waits = llm.generate([2], kind("cumulative", logprobs=1), "waits")
+            second = asyncio.create_task(collect(waits))
+            await asyncio.sleep(0.003)
+            await llm.abort("waits")
+            (ended,) = await second
+            await first
+            return ended.outputs[0]
+
+    out = asyncio.run(main())
+    assert (out.finish_reason, out.token_ids, out.logprobs) == ("abort", [], [])
+
+
+def test_pictures_are_read_while_the_event_loop_goes_on(toy):
+    """And who comes with the same name meanwhile is refused or refuses: one of both runs."""
+    asked = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": b"picture"}}
+
+    async def main():
+        async with toy.async_llm() as llm:
+            moved_on = threading.Event()
+
+            def read(given):
+                assert moved_on.wait(10), "the event loop waited for the picture"
+                return ()
+
+            llm.assembly.preparer.images.read = read
+            twins = [collect(llm.generate(asked, kind("final_only"), "same")) for _ in range(2)]
+            tasks = [asyncio.create_task(twin) for twin in twins]
+            plain = await collect(llm.generate([1, 2], kind("final_only")))
+            moved_on.set()
+            seen = await asyncio.gather(*tasks, return_exceptions=True)
+            assert await freed(llm)
+            return plain, seen
+
+    plain, seen = asyncio.run(main())
+    refused = [x for x in seen if isinstance(x, InvalidRequestError)]
+    (answered,) = [x for x in seen if isinstance(x, list)]
+    assert len(refused) == 1 and "still running" in str(refused[0])
+    assert answered[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+
+
 def test_aborting_an_unknown_id_is_no_error(toy):
     async def main():
         async with toy.async_llm() as llm:

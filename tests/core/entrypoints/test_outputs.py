@@ -1,5 +1,6 @@
 """Deltas become what callers see."""
 
+import pytest
 from deepinfer.api.plan import Delta, RequestMetrics, TokenLogprob
 from deepinfer.entrypoints.outputs import Gathering, OutputToken, failed_output
 
@@ -21,6 +22,25 @@ def test_tokens_without_logprobs_still_iterate():
     gathering = Gathering("r", None, (1,), 1)
     gathering.add(0, Delta("r", (5, 6), "ab"))
     assert [token.token_id for token in gathering.output()] == [5, 6]
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta"])
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_logprobs_that_were_asked_for_are_a_list_as_long_as_the_tokens(kind, tokens):
+    """However a sample ends, and before its first token too."""
+    for end in ("abort", "error", "stop"):
+        gathering = Gathering("r", None, (1,), 2, kind, logprobs=True)
+        for i in range(tokens):
+            gathering.add(0, Delta("r", (5 + i,), "a", ({5 + i: TokenLogprob(-0.5, 1, "a")},)))
+        gathering.add(0, Delta("r", finish=end))
+        gathering.fail(ValueError("the engine is gone"))  # ends the second
+        for out, count in zip(gathering.output().outputs, (tokens, 0), strict=True):
+            assert len(out.logprobs) == count == len(out.token_ids)
+            assert out.cumulative_logprob == -0.5 * count
+            assert len(out.tokens) == count
+    plain = Gathering("r", None, (1,), 1)
+    plain.add(0, Delta("r", finish="abort"))
+    assert plain.output().outputs[0].logprobs is None
 
 
 def test_delta_kind_gives_each_piece_once():

@@ -64,7 +64,12 @@ class AsyncLLM(FrontDoor):
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"r{next(self._ids)}"
         self._check_free(name)
-        inner = self._run(name, self._prepare(name, prompt, params, priority))
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data") is not None:
+            # On a thread: pictures are decoded and sized there.
+            prepared = await asyncio.to_thread(self._prepare, name, prompt, params, priority)
+        else:
+            prepared = self._prepare(name, prompt, params, priority)
+        inner = self._run(name, prepared)
         try:
             async for output in inner:
                 yield output
@@ -268,6 +273,7 @@ class _Stream:
             len(prepared.requests),
             prepared.params.output_kind,
             prepared.parser,
+            prepared.params.logprobs is not None,
         )
         self.ids = [request.id for request in prepared.requests]
         self._final_only = prepared.params.output_kind == "final_only"

@@ -208,6 +208,7 @@ class _Call:
             prepared.token_ids,
             len(prepared.requests),
             parser=prepared.parser,
+            logprobs=prepared.params.logprobs is not None,
         )
         self._slots[place] = gathering
         for i, request in enumerate(prepared.requests):

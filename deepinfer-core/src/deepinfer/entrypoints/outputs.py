@@ -121,6 +121,8 @@ class Gathering:
         samples: how many run; sample i's deltas come as ``add(i, delta)``.
         kind: what ``output`` gives: everything so far, or what came since it was last asked.
         parser: makes a parser of the answer, one for each sample.
+        logprobs: they were asked for, so each sample has a list of them: as many as tokens, none
+            where it ended before its first.
     """
 
     def __init__(
@@ -131,13 +133,14 @@ class Gathering:
         samples: int,
         kind: OutputKind = "cumulative",
         parser: Callable[[], OutputParser] | None = None,
+        logprobs: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.token_ids = list(token_ids)
         self.kind = kind
         self.error: Exception | None = None
-        self._parts = [_Sample(i, parser and parser()) for i in range(samples)]
+        self._parts = [_Sample(i, parser and parser(), logprobs) for i in range(samples)]
         self._prompt_logprobs: list[Logprobs | None] | None = None
         self._metrics: RequestMetrics | None = None
 
@@ -184,8 +187,12 @@ class Gathering:
 class _Sample:
     """One sample's text so far, and how much of it has been handed out."""
 
-    def __init__(self, index: int, parser: OutputParser | None = None) -> None:
+    def __init__(
+        self, index: int, parser: OutputParser | None = None, logprobs: bool = False
+    ) -> None:
         self.out = CompletionOutput(index)
+        if logprobs:
+            self.out.logprobs, self.out.cumulative_logprob = [], 0.0
         self._answer = None if parser is None else _Answer(parser)
         self._told_tokens = 0
         self._told_text = 0
