@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from deepinfer import __version__
+from deepinfer.api.backend import Impl
+from deepinfer.cli import doctor as doctor_module
 from deepinfer.cli.doctor import check_owners, check_plugins, check_settings, import_owners
 from deepinfer.cli.doctor import doctor as doctor_command
 from deepinfer.cli.hygiene import examine
@@ -363,12 +365,67 @@ def test_a_broken_plugin_fails_the_installation(add):
 def test_doctors_exit_code_follows_its_findings(add, monkeypatch):
     for name in [n for n in os.environ if n.startswith("DEEPINFER_")]:
         monkeypatch.delenv(name)
-    sound = CliRunner().invoke(doctor_command)
+    sound = CliRunner().invoke(doctor_command, "--quick")
     assert ("FAIL" in sound.output) == (sound.exit_code == 1)
     add("zbad", "import nowhere_at_all")
-    sick = CliRunner().invoke(doctor_command)
+    sick = CliRunner().invoke(doctor_command, "--quick")
     assert sick.exit_code == 1
     assert "next: deepinfer plugins doctor zbad" in sick.output
+
+
+EXAMINED = """
+from deepinfer.api import BackendSpec, hookimpl
+def examine():
+    yield "ok", "the driver is 7.5", ""
+    yield "FAIL", "the device is upside down", "Turn it."
+    {then}
+@hookimpl
+def deepinfer_provide():
+    return [BackendSpec(name="zchip", load="{load}", doctor="window_zchip:examine",
+                        probe=lambda: {probe!r})]
+"""
+SOUND = {"load": "deepinfer.ops.backend:ReferenceBackend", "probe": None, "then": ""}
+
+
+def findings(add, monkeypatch, **more):
+    """What the doctor says of one backend, beside core's, whose ops are not run."""
+    add("zchip", EXAMINED.format(**{**SOUND, **more}))
+    monkeypatch.setattr(doctor_module, "_ops", lambda name: iter(()))
+    return [f for f in doctor_module.check_kernels() if "zchip" in f.text]
+
+
+def test_a_backends_own_examination_is_shown_under_its_name(add, monkeypatch):
+    first, second = findings(add, monkeypatch)
+    assert (first.mark, first.text) == ("ok", "zchip: the driver is 7.5")
+    assert (second.mark, second.next_step) == ("FAIL", "Turn it.")
+
+
+def test_an_examination_that_ends_in_an_error_is_a_finding(add, monkeypatch):
+    *_, last = findings(add, monkeypatch, then="raise OSError('the bus is gone')")
+    assert last.mark == "FAIL" and "the bus is gone" in last.text
+
+
+def test_a_backend_that_cannot_run_is_not_examined(add, monkeypatch):
+    (only,) = findings(add, monkeypatch, probe="no such chip")
+    assert (only.mark, only.text) == ("note", "zchip: cannot run here: no such chip")
+
+
+def test_ops_are_compared_with_their_references(monkeypatch):
+    from deepinfer.native.backend import NativeCPUBackend
+    from deepinfer.testing import selftest
+
+    sound = selftest.check_ops("cpu", seconds=0)
+    assert sound.ran == sound.ops > 10 and sound.left > 0 and sound.wrong == ()
+    real = NativeCPUBackend.provide
+
+    def faulty(self, ctx):
+        provided = dict(real(self, ctx))
+        silu = provided["silu_mul"].fn
+        return {**provided, "silu_mul": Impl(lambda *a, **k: silu(*a, **k) * 1.01)}
+
+    monkeypatch.setattr(NativeCPUBackend, "provide", faulty)
+    (said,) = selftest.check_ops("cpu", seconds=0).wrong
+    assert said.startswith("silu_mul (") and "error" in said
 
 
 def test_the_commands_files_load_nothing_heavy():

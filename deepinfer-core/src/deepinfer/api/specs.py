@@ -74,11 +74,18 @@ class BackendSpec(Spec):
 
     Attributes:
         device_type: its ``torch.device`` type; a configured device rules the others out.
+        doctor: a function without arguments that examines driver, device and kernels;
+            ``deepinfer doctor`` calls it where the backend can run. It yields (mark, sentence, what
+            to do next or ""); marks are ``ok``, ``note`` and ``FAIL``, which needs repair.
     """
 
     kind: ClassVar[str] = "backend"
 
     device_type: str = "cpu"
+    doctor: str = ""
+
+    def parts(self) -> dict[str, str]:
+        return {"load": self.load, **({"doctor": self.doctor} if self.doctor else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """``deepinfer doctor``: is this installation sound, and what to do where it is not.
 
-Each check is a function that returns ``Finding``s; none of them changes anything.
+Each check is a function that yields ``Finding``s as it makes them; none of them changes anything.
 """
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from deepinfer.plugins import Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +26,12 @@ class Finding:
 
 
 @click.command()
-def doctor() -> None:
+@click.option("--quick", is_flag=True, help="Leave out the tests of backends' kernels.")
+def doctor(quick: bool) -> None:
     """Check this installation. Ends with code 1 if something needs repair."""
     failed = False
     for check in CHECKS:
-        for finding in check():
+        for finding in () if quick and check is check_kernels else check():
             failed |= finding.mark == "FAIL"
             click.echo(f"{finding.mark:<5} {finding.text}")
             if finding.next_step:
@@ -137,6 +142,46 @@ def check_plugins() -> Iterator[Finding]:
     yield Finding("ok" if able else "FAIL", f"backends that can run here: {', '.join(able)}")
 
 
+def check_kernels() -> Iterator[Finding]:
+    """Each backend that can run here, on its device: its own examination, then its ops."""
+    from deepinfer.plugins import PluginManager
+
+    manager = PluginManager()
+    for offer in manager.offers("backend"):
+        answer = manager.available(offer)
+        if answer.state == "unusable":
+            yield Finding("note", f"{offer.spec.name}: cannot run here: {answer.reason}")
+        elif answer.state == "usable" and offer.spec.name != "reference":
+            yield from _examined(offer)
+
+
+def _examined(offer: Offer) -> Iterator[Finding]:
+    name, path = offer.spec.name, offer.spec.parts().get("doctor")
+    try:
+        if path is not None:
+            from deepinfer.discovery import import_path
+
+            for mark, text, step in import_path(path)():
+                yield Finding(mark, f"{name}: {text}", step)
+        yield from _ops(name)
+    except Exception as why:  # a device can fail in any way, and that is a finding
+        yield Finding("FAIL", f"{name}: the examination ended with {why!r}")
+
+
+def _ops(name: str) -> Iterator[Finding]:
+    from deepinfer.testing.selftest import check_ops
+
+    found = check_ops(name)
+    for sentence in found.wrong:
+        yield Finding("FAIL", f"{name}: {sentence}")
+    more = f", {found.left} left out for time" if found.left else ""
+    yield Finding(
+        "FAIL" if found.wrong else "ok",
+        f"{name}: {found.ran - len(found.wrong)} of {found.ran} cases of {found.ops} ops give what "
+        f"their references give{more} ({found.seconds:.0f} s)",
+    )
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
@@ -144,4 +189,5 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_owners,
     check_settings,
     check_plugins,
+    check_kernels,
 )
