@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from deepinfer.api.model import DeviceBatch, KVPools
+from deepinfer.api.model import DeviceBatch, KVPools, Taps
 from deepinfer.ops.reference.blocks import AttentionParams, LayerParams
 from torch import Tensor
 
@@ -86,12 +86,15 @@ def all_layers(
     batch: DeviceBatch,
     kv: KVPools,
     cos_sin: Tensor,
+    taps: Taps | None = None,
 ) -> Tensor:
     """Rows [T, H] through all layers, launch by launch."""
     residual: Tensor | None = None
     for index, (attn, mlp) in enumerate(layers):
         x, residual = attention_block(x, residual, attn, batch, kv.layer(index), cos_sin)
         x, residual = mlp_block(x, residual, *mlp)
+        if taps is not None and index in taps.layers:
+            taps.put(index, x + residual)
     assert residual is not None, "there is at least one layer"
     return x + residual
 
@@ -103,7 +106,24 @@ class _Stage:
     x: Tensor
     batch: DeviceBatch
     plan: Plan
-    replay: Callable[[], Tensor] | None = None
+    replay: Callable[[], tuple[Tensor, _Tapped]] | None = None
+
+
+class _Tapped:
+    """Tapped rows of a stage: written by its graph, read before its next replay."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers = layers
+        self.hidden: dict[int, Tensor] = {}
+
+    def put(self, layer: int, hidden: Tensor) -> None:
+        self.hidden[layer] = hidden
+
+    def tell(self, taps: Taps | None, tokens: int) -> None:
+        """The rows that are the step's."""
+        for layer, hidden in self.hidden.items():
+            assert taps is not None
+            taps.put(layer, hidden[:tokens])
 
 
 class Layers:
@@ -116,7 +136,7 @@ class Layers:
 
     def __init__(self, device: torch.device, graphs: bool = True) -> None:
         self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
-        self._stages: dict[tuple[int, int], _Stage] = {}
+        self._stages: dict[tuple[int, int, tuple[int, ...]], _Stage] = {}
         self._of: tuple[Any, Any] = (None, None)
 
     def __call__(
@@ -126,32 +146,35 @@ class Layers:
         batch: DeviceBatch,
         kv: KVPools,
         cos_sin: Tensor,
+        taps: Taps | None = None,
     ) -> Tensor:
         """The op. A decode step, one row for each request, is staged and replayed."""
         tokens = len(x)
         plan = batch.attn
         if self._graphs is None or tokens > MOST_TOKENS or tokens != len(plan.kv_lengths):
-            return all_layers(x, layers, batch, kv, cos_sin)
+            return all_layers(x, layers, batch, kv, cos_sin, taps)
         if self._of[0] is not layers or self._of[1] is not kv:
             self._stages.clear()
             self._of = (layers, kv)
-        key = tier(tokens), triton.next_power_of_2(plan.block_table.shape[1])
+        tapped = () if taps is None else taps.layers
+        key = tier(tokens), triton.next_power_of_2(plan.block_table.shape[1]), tapped
         new = key not in self._stages
         if new:
-            self._stages[key] = _stage(*key, x, plan)
+            self._stages[key] = _stage(*key[:2], x, plan)
         stage = self._stages[key]
         _fill(stage, x, batch, plan)
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, _Tapped]:
             # Tiles are cut inside: they belong to the step, not to the stage.
             inside = replace(stage.batch, attn=replace(stage.plan, cuts={}))
-            return all_layers(stage.x, layers, inside, kv, cos_sin)
+            found = _Tapped(tapped)
+            return all_layers(stage.x, layers, inside, kv, cos_sin, found), found
 
-        if new:
-            return run()[:tokens]
-        if stage.replay is None:
+        if not new and stage.replay is None:
             stage.replay = self._graphs.record(run)
-        return stage.replay()[:tokens]
+        hidden, found = run() if stage.replay is None else stage.replay()
+        found.tell(taps, tokens)
+        return hidden[:tokens]
 
 
 def tier(tokens: int) -> int:

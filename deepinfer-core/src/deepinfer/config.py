@@ -6,11 +6,19 @@ name, all reasons at once.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from deepinfer import settings
 from deepinfer.errors import ConfigError, UnsupportedError, shown
@@ -37,6 +45,100 @@ def parse_bytes(value: Any) -> Any:
         raise ValueError('expected bytes, as 2147483648, "2GiB" or "500MB"')
     part = match[2] or ""
     return int(match[1] + part) * _UNITS[match[3]] // 10 ** len(part)
+
+
+_NEXTN = "DEEPINFER_USE_NEXTN_DECODE"
+
+
+class SpeculativeConfig(BaseModel):
+    """How to speculate. With acceptance ``exact`` it changes speed and nothing else.
+
+    Args:
+        method: a speculator plugin's name (``ngram``, …). None: who reads ``model``, else who finds
+            a draft in the target's own checkpoint.
+        model: a draft checkpoint, or a name that the method knows.
+        num_speculative_tokens: draft length; None takes DEEPINFER_USE_NEXTN_DECODE, else 5 or what
+            the draft was trained for, whichever is less. 0 is off.
+        mode: ``adaptive`` verifies as many drafts as pay at the present load, by measured costs;
+            ``static`` verifies all; ``cap`` verifies all and keeps as many as ``adaptive`` would
+            have verified, to compare; ``off`` does not speculate.
+        acceptance: ``exact``: the text is the one without speculation. ``ratio``: more drafts stand
+            where tokens are sampled, and only the distribution is the same.
+        options: further options of the method, named in any place of the mapping.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: _Name | None = None
+    model: _Place | None = None
+    num_speculative_tokens: int | None = Field(default=None, ge=0, le=64)
+    mode: Literal["adaptive", "static", "cap", "off"] = "adaptive"
+    acceptance: Literal["exact", "ratio"] = "exact"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, given: Any) -> Any:
+        """A name, a path, ``key=value,…`` or a mapping; what is no field is an option."""
+        if isinstance(given, os.PathLike):
+            given = {"model": os.fspath(given)}
+        if isinstance(given, str):
+            given = _from_text(given)
+        if not isinstance(given, dict):
+            return given
+        fields = {key: value for key, value in given.items() if key in cls.model_fields}
+        more = {str(key): value for key, value in given.items() if key not in cls.model_fields}
+        return {**fields, "options": {**(fields.get("options") or {}), **more}} if more else fields
+
+    @property
+    def asked_length(self) -> tuple[str, int | None]:
+        """What says how long drafts are, and what it says: argument, then environment."""
+        if self.num_speculative_tokens is None and settings.is_set(_NEXTN):
+            return _NEXTN, settings.read(_NEXTN)
+        return "num_speculative_tokens", self.num_speculative_tokens
+
+    def draft_length(self, trained: int | None) -> int:
+        """The draft length for a draft of this trained length (None: of any).
+
+        Raises:
+            ConfigError: more was asked for than it was trained for.
+        """
+        name, asked = self.asked_length
+        if asked is None:
+            usual: int = settings.SETTINGS[_NEXTN].default
+            return usual if trained is None else min(usual, trained)
+        if trained is not None and asked > trained:
+            raise ConfigError(
+                f"{name}={asked}: this draft proposes blocks of at most {trained} tokens.",
+                setting=name,
+                next_step=f"Give 0 (off) to {trained}.",
+            )
+        return asked
+
+
+def _from_text(text: str) -> Any:
+    """``off``, a method's name, a path or hub id, a JSON object, or ``key=value,key=value``."""
+    text = text.strip()
+    if text == "off":
+        return {"mode": "off"}
+    if text.startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError as why:
+            raise ValueError(f"expected a JSON object ({why})") from None
+    if "=" in text:
+        return dict(map(_pair, text.split(",")))
+    return {"model": text} if {"/", os.sep} & set(text) else {"method": text}
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        return ("method", key.strip())
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        return key.strip(), value.strip()
 
 
 class EngineConfig(BaseModel):
@@ -78,6 +180,9 @@ class EngineConfig(BaseModel):
         enable_prefix_caching: reuse KV of equal prefixes.
         overlap: plan one step ahead of the device (False only moves the wait up).
         scheduling_policy: a policy's name.
+        speculative: None, or what to draft with: a method's name, a draft checkpoint, or a mapping
+            with the fields of :class:`SpeculativeConfig`. None takes DEEPINFER_ENABLE_MTP_VARLEN,
+            which speculates with the draft that the checkpoint carries.
         num_threads: CPU threads of the native kernels; None takes torch's number.
         generation_config: ``auto`` takes sampling defaults from the checkpoint for calls that
             pass no SamplingParams; ``none`` ignores them. End tokens always come from it.
@@ -116,6 +221,7 @@ class EngineConfig(BaseModel):
     overlap: bool = True
     scheduling_policy: _Name = "fcfs"
     executor: _Name = "local"
+    speculative: SpeculativeConfig | None = None
     num_threads: int | None = Field(default=None, ge=1, le=4096)
     generation_config: Literal["auto", "none"] = "auto"
     trust_remote_code: bool = False
@@ -165,6 +271,8 @@ class EngineConfig(BaseModel):
         given["batch_invariant"] = settings.read(
             "DEEPINFER_BATCH_INVARIANT", given.get("batch_invariant")
         )
+        if given.get("speculative") is None and settings.read("DEEPINFER_ENABLE_MTP_VARLEN"):
+            given["speculative"] = {}
         accelerator = settings.read("DEEPINFER_ACCELERATOR")
         if given.get("device") is None and accelerator is not None:
             given["device"] = {"nvidia": "cuda", "ascend": "npu"}[accelerator]
@@ -180,13 +288,21 @@ class EngineConfig(BaseModel):
             for name in _NOT_BUILT
             if getattr(self, name) != 1
         ]
-        if settings.read("DEEPINFER_ENABLE_MTP_VARLEN"):
+        asked = self.speculation()
+        if asked is not None and asked.acceptance == "ratio" and self.batch_invariant:
             problems.append(
-                "DEEPINFER_ENABLE_MTP_VARLEN=1: speculative decoding needs the distribution "
-                "deepinfer-speculative, which this version does not have yet"
+                "acceptance='ratio' (speculative): with it a text depends on how many drafts are "
+                "verified, so on the load, and batch_invariant cannot be kept"
             )
         if problems:
             raise UnsupportedError("; ".join(problems) + ".", setting=problems[0].split("=")[0])
+
+    def speculation(self) -> SpeculativeConfig | None:
+        """How to speculate; None if nobody does, whether not asked for or switched off."""
+        asked = self.speculative
+        if asked is None or asked.mode == "off" or asked.asked_length[1] == 0:
+            return None
+        return asked
 
     def truncation(
         self,

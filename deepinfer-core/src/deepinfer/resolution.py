@@ -37,14 +37,19 @@ class Wanted:
     needs: frozenset[str] = frozenset()
 
     @classmethod
-    def by(cls, config: EngineConfig, architectures: Sequence[str]) -> Wanted:
-        """What a configuration wants for a checkpoint of these architectures."""
+    def by(
+        cls, config: EngineConfig, architectures: Sequence[str], speculator: str | None = None
+    ) -> Wanted:
+        """What a configuration wants for a checkpoint of these architectures, and the speculator
+        where it speculates.
+        """
         return cls(
             kinds={
                 "backend": config.backend,
                 "policy": config.scheduling_policy,
                 "executor": config.executor,
                 "sampler": None,
+                **({} if speculator is None else {"speculator": speculator}),
                 "grammar": config.grammar_backend,
             },
             optional=frozenset({"grammar"}),

@@ -66,14 +66,16 @@ SETTINGS: Final[Mapping[str, Setting]] = {
             _flag,
             False,
             "deepinfer-speculative",
-            "1 switches speculative decoding on; 0 or unset leaves it off.",
+            "1 switches speculative decoding on, with the draft that the checkpoint carries; 0 or "
+            "unset leaves it off.",
         ),
         Setting(
             "DEEPINFER_USE_NEXTN_DECODE",
             _count,
             5,
             "deepinfer-speculative",
-            "The largest draft length.",
+            "The draft length; unset, 5 or what the draft was trained for, whichever is less; 0 is "
+            "off.",
         ),
         Setting(
             "DEEPINFER_HF_MODEL_DIR",

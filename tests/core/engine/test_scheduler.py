@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from deepinfer.api.plan import DECODE
 from deepinfer.api.policy import Budget
+from deepinfer.api.speculative import DraftChoice
 from deepinfer.engine.policy import FCFSPolicy, PriorityPolicy
 from deepinfer.engine.request import Status
 from deepinfer.errors import EngineDeadError, PluginError
@@ -155,10 +156,12 @@ def test_a_planner_decides_how_many_drafts_run(lab):
         draft_len = 4
         seen = 0
 
-        def rows(self, facts):
-            return 0
+        def choose(self, facts):
+            assert facts.step == len(plans) + 1
+            return DraftChoice(0)
 
-        def observe(self, out):
+        def observe(self, landed):
+            assert len(landed.generations) == len(landed.out.counts)
             self.seen += 1
 
     planner = NoDrafts()

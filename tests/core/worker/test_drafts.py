@@ -21,7 +21,6 @@ class Scripted:
     """
 
     taps = (0, 2)
-    kv = None
 
     def __init__(self, gamma, right, seed=0, confidence=False):
         self.draft_len, self.right, self.confidence = gamma, right, confidence
@@ -29,7 +28,11 @@ class Scripted:
         self.truth, self.table = {}, None
         self.kept = []
 
-    def allot(self, eligible, k):
+    def bind(self, kv, slots):
+        raise AssertionError("the test binds the table itself")
+
+    def allot(self, slots, eligible, k):
+        assert len(slots) == len(eligible)
         lengths = np.zeros(len(eligible), np.int64)
         for _ in range(k):
             room = np.flatnonzero(lengths < eligible.numpy())

@@ -157,7 +157,7 @@ class NoWait(TorchDispatchMode):
 class Quiet(Scripted):
     """A drafter that does not look either."""
 
-    def allot(self, eligible, k):
+    def allot(self, slots, eligible, k):
         return torch.minimum(eligible, torch.ones_like(eligible))
 
     def commit(self, taps, kept):

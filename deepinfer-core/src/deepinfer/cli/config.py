@@ -70,6 +70,7 @@ def _variables() -> list[tuple[str, Any, str]]:
 @click.option("--page-size", type=int, default=16, show_default=True)
 @click.option("--max-num-seqs", type=int, default=256, show_default=True)
 @click.option("--max-model-len", type=int, help="Longest text; default: the model's own.")
+@click.option("--speculative", help="A draft, whose KV lies in the same pages.")
 @click.option("--json", "as_json", is_flag=True)
 def memory(model: str, as_json: bool, **engine: Any) -> None:
     """Bytes per token and per request, pages and weights of MODEL, from its header alone."""
@@ -99,19 +100,25 @@ def memory_facts(model: str, **engine: Any) -> dict[str, Any]:
     from math import prod
 
     from deepinfer.config import EngineConfig
+    from deepinfer.entrypoints.speculation import speculator_name
     from deepinfer.models.checkpoint import open_checkpoint
     from deepinfer.models.registry import model_config
     from deepinfer.models.source import resolve
     from deepinfer.plugins import PluginManager, Wanted
+    from deepinfer.worker.drafting import draft_needs, with_drafts
     from deepinfer.worker.sizes import kv_options, size_kv
 
     made = EngineConfig.make(model=model, **engine)
     checkpoint = open_checkpoint(resolve(made.model), made.load_format)
-    wanted = Wanted.by(made, checkpoint.config.get("architectures") or ())
-    adapter = PluginManager().resolve(wanted, made).load("model")()
+    manager = PluginManager()
+    speculator = speculator_name(manager, made, checkpoint.config)
+    wanted = Wanted.by(made, checkpoint.config.get("architectures") or (), speculator)
+    resolution = manager.resolve(wanted, made)
+    adapter = resolution.load("model")()
     shape = model_config(adapter, checkpoint)
     width = {"float32": 4, "bfloat16": 2}[made.dtype]
-    spec = adapter.kv_spec(shape, kv_options(made, width))
+    needs = draft_needs(made, resolution, shape, checkpoint)
+    spec = with_drafts(adapter.kv_spec(shape, kv_options(made, width, needs.draft_len)), needs)
     weights = sum(prod(s) for rule in adapter.weights(shape) for s in rule.shapes)
     assert made.kv_cache_memory is not None
     longest = made.max_model_len or shape.max_position_embeddings
@@ -119,7 +126,7 @@ def memory_facts(model: str, **engine: Any) -> dict[str, Any]:
     return {
         "model": model,
         "dtype": made.dtype,
-        "weight_bytes": weights * width,
+        "weight_bytes": weights * width + needs.weight_bytes,
         "kv_layout": spec.layout,
         "kv_bytes_per_token": spec.bytes_per_token,
         "kv_bytes_per_request": spec.bytes_per_request,

@@ -69,6 +69,7 @@ _ENGINE: Final[Sequence[Option]] = (
     _opt("--prefix-caching/--no-prefix-caching", "enable_prefix_caching", default=None),
     _opt("--overlap/--no-overlap", default=None, help="Plan one step ahead of the device."),
     _opt("--scheduling-policy", help="fcfs, priority or a plugin's."),
+    _opt("--speculative", help="A draft's name or path, key=value,… or a JSON object; off."),
     _opt("--threads", "num_threads", type=int, help="CPU threads."),
     _opt("--generation-config", type=click.Choice(["auto", "none"])),
     _opt("--trust-remote-code", is_flag=True, default=None, help="Accepted; nothing is run."),

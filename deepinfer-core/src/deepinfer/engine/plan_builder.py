@@ -15,6 +15,7 @@ from deepinfer.engine.request import Ahead, RequestState
 
 if TYPE_CHECKING:
     from deepinfer.api.policy import Budget
+    from deepinfer.api.speculative import DraftChoice
     from deepinfer.engine.snapshots import Snapshots
 
 
@@ -29,7 +30,7 @@ class PlanBuilder:
         "admits",
         "constrained",
         "decoding",
-        "draft_rows",
+        "drafts",
         "left",
         "pages",
         "prefill_left",
@@ -39,11 +40,11 @@ class PlanBuilder:
         "width",
     )
 
-    def __init__(self, budget: Budget, draft_rows: int, draft_len: int) -> None:
-        self.left = budget.tokens - draft_rows
+    def __init__(self, budget: Budget, drafts: DraftChoice, draft_len: int) -> None:
+        self.left = budget.tokens - drafts.rows
         self.prefill_left = budget.prefill_tokens
-        self.draft_rows = draft_rows
-        self.width = 1 + min(draft_len, draft_rows)
+        self.drafts = drafts
+        self.width = 1 + min(draft_len, drafts.rows)
         self.decoding: list[RequestState] = []
         self.slots: list[int] = []
         self.prefilling: list[RequestState] = []
@@ -113,7 +114,7 @@ class PlanBuilder:
         if not decodes and not self.rows:
             return None
         memory.steps += 1
-        draft_rows = min(self.draft_rows, (self.width - 1) * decodes)
+        draft_rows = min(self.drafts.rows, (self.width - 1) * decodes)
         saves, restores = snapshots.take()
         return BatchPlan(
             step=memory.steps,
@@ -125,6 +126,8 @@ class PlanBuilder:
             constrained=self.constrained,
             saves=saves,
             restores=restores,
+            keep=self.drafts.keep,
+            propose=self.drafts.propose,
         )
 
 

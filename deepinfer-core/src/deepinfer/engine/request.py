@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deepinfer.api.executor import ModelFacts
     from deepinfer.api.grammar import Grammar
     from deepinfer.api.kv import Truncation
-    from deepinfer.api.plan import Image, Request
+    from deepinfer.api.plan import Image, Request, StepOutput
     from deepinfer.engine.output import OutputState
     from deepinfer.engine.pages import Node
 
@@ -89,8 +89,10 @@ class RequestState:
 
     It holds its pages and slot while it runs; each row in flight and each transfer (``leases``)
     holds them too. ``KVCache.settle`` gives them back when nothing does. ``floor``: the first
-    position that a truncating model's late layers run; it depends on the prompt's length alone. It
-    is also the policy's :class:`~deepinfer.api.policy.View` of the request.
+    position that a truncating model's late layers run; it depends on the prompt's length alone.
+    ``generation`` counts admissions of all requests; ``landed``: its tokens when its last step
+    arrived. It is also the policy's :class:`~deepinfer.api.policy.View` of the request, and the
+    draft planner's :class:`~deepinfer.api.speculative.DraftView`.
     """
 
     __slots__ = (
@@ -99,8 +101,10 @@ class RequestState:
         "chain",
         "drafts",
         "floor",
+        "generation",
         "grammar",
         "in_flight",
+        "landed",
         "leases",
         "output",
         "pages",
@@ -129,6 +133,8 @@ class RequestState:
         self.drafts: list[int] = []
         self.chain = Chain()
         self.floor = 0
+        self.generation = 0
+        self.landed = 0
 
     @property
     def lo(self) -> int:
@@ -185,6 +191,46 @@ class RequestState:
     @property
     def held_pages(self) -> int:
         return len(self.pages)
+
+    # The draft planner's.
+
+    @property
+    def decodes(self) -> bool:
+        """It is past its prompt and runs."""
+        return self.prefilled >= self.prefill_to and self.status is Status.RUNNING
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that its text has room for; negative: what is in flight certainly completes it."""
+        return self.request.limit - len(self.tokens) - self.ahead_lo - 1
+
+    @property
+    def rows_ahead(self) -> int:
+        return len(self.in_flight)
+
+
+class LandedDrafts:
+    """What a step's output says of drafts, request by request: those that ran, the next ones."""
+
+    def __init__(self, out: StepOutput) -> None:
+        assert out.drafts is not None
+        self._drafts: list[list[int]] = out.drafts.tolist()
+        self._counts: list[int] = out.counts.tolist()
+        self._drafted = None if out.drafted is None else out.drafted.tolist()
+        self._verified = None if out.verified is None else out.verified.tolist()
+
+    def take(self, r: RequestState, i: int, decode: bool) -> None:
+        """Row i, after its tokens have become text; what lies behind a stop is no draft's merit."""
+        count, gained = self._counts[i], len(r.tokens) - r.landed
+        if decode and count:
+            metrics = r.output.metrics
+            metrics.drafted += len(r.drafts)
+            metrics.verified += 0 if self._verified is None else self._verified[i]
+            metrics.accepted += min(count - 1, gained)
+        r.landed = len(r.tokens)
+        r.drafts = self._drafts[i]
+        if self._drafted is not None:
+            r.drafts = r.drafts[: self._drafted[i]]
 
 
 def floor_of(request: Request, truncation: Truncation | None) -> int:

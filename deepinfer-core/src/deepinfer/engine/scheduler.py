@@ -8,14 +8,16 @@ enters when its whole text fits), and then the policy names who gives way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from deepinfer.api.policy import Budget, StepFacts
+from deepinfer.api.speculative import DraftChoice, DraftFacts, DraftsLanded
 from deepinfer.engine.cache import Admission, KVCache
 from deepinfer.engine.plan_builder import PlanBuilder, RowMemory
 from deepinfer.engine.policy import checked_budget, checked_order, checked_victim
-from deepinfer.engine.request import Ahead, RequestState, Status
+from deepinfer.engine.request import Ahead, LandedDrafts, RequestState, Status
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import ModelFacts
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from deepinfer.api.policy import Policy
     from deepinfer.api.speculative import DraftPlanner
     from deepinfer.config import EngineConfig
+
+NO_DRAFTS: Final = DraftChoice(0, propose=False)
 
 
 class Scheduler:
@@ -55,6 +59,7 @@ class Scheduler:
         self.preemptions = 0
         self.cached_tokens = 0
         self._rows = RowMemory()
+        self._generations = itertools.count(1)
         self._sorted = True  # the policy is asked again only when the queue has changed
 
     # Requests come and go.
@@ -96,7 +101,8 @@ class Scheduler:
             return None
         facts = self._facts()
         budget = checked_budget(self.policy, facts)
-        build = PlanBuilder(budget, self._draft_rows(facts, budget), self.draft_len)
+        drafts = self._drafts(facts, budget) if self.draft_len else NO_DRAFTS
+        build = PlanBuilder(budget, drafts, self.draft_len)
         self.cache.snapshots.copy()
         self._decodes(build)
         self.cache.snapshots.copy()  # of those who gave way
@@ -121,13 +127,38 @@ class Scheduler:
             max_rows=self.config.max_num_seqs,
         )
 
-    def _draft_rows(self, facts: StepFacts, budget: Budget) -> int:
+    def _drafts(self, facts: StepFacts, budget: Budget) -> DraftChoice:
         """Draft rows of the whole step; they come out of the token budget, anchors first."""
-        if not self.draft_len:
-            return 0
-        room = budget.tokens - facts.decoding
-        most = min(room, budget.draft_rows, self.draft_len * facts.decoding)
-        return max(0, most if self.planner is None else min(most, self.planner.rows(facts)))
+        decoding = [r for r in self.running if r.decodes and r.most_drafts >= 0]
+        room = max(0, min(budget.tokens - len(decoding), budget.draft_rows))
+        most = min(room, sum([min(self.draft_len, r.most_drafts) for r in decoding]))
+        if self.planner is None:
+            return DraftChoice(most)
+        tokens, emitting = self._prompts_beside(budget, len(decoding))
+        choice = self.planner.choose(
+            DraftFacts(
+                step=self._rows.steps + 1,
+                now=facts.now,
+                decoding=decoding,
+                prefill_tokens=tokens,
+                emitting=emitting,
+                room=room,
+            )
+        )
+        return choice._replace(rows=max(0, min(most, choice.rows)))
+
+    def _prompts_beside(self, budget: Budget, decoding: int) -> tuple[int, int]:
+        """Tokens of prompts that the step will likely run, and how many prompts end with it."""
+        left = total = max(0, min(budget.prefill_tokens, budget.tokens - decoding))
+        emitting = 0
+        rest = [r.prefill_to - r.prefilled for r in self.running if r.prefilled < r.prefill_to]
+        rest += [len(r.tokens) for r in self.waiting[: len(self.cache.slots)]]
+        for tokens in rest:
+            if not left:
+                break
+            emitting += tokens <= left
+            left -= min(tokens, left)
+        return total - left, emitting
 
     def _decodes(self, build: PlanBuilder) -> None:
         """One row for each running request whose text may not be complete yet.
@@ -173,27 +204,32 @@ class Scheduler:
 
         Only pages whose tokens are emitted and whose KV this step has written are published.
         """
-        drafts = None if out.drafts is None else out.drafts.tolist()
-        counts = out.counts.tolist() if drafts else []
+        landed = None if out.drafts is None else LandedDrafts(out)
+        decodes = 0
         cache, page_size = self.cache, self.cache.page_size
         for i, r in enumerate(planned):
             lo, hi, written = r.in_flight.popleft()
             r.ahead_lo -= lo
             r.ahead_hi -= hi
+            decodes += written < 0
             if r.status is not Status.FINISHED:
+                if landed is not None:
+                    landed.take(r, i, written < 0)
                 if written < 0:
                     written = len(r.tokens) - 1  # the last token has no KV yet
-                    if drafts and counts[i]:
-                        r.output.metrics.drafted += len(r.drafts)
-                        r.output.metrics.accepted += counts[i] - 1
                 if written >= (len(r.chain.nodes) + 1) * page_size:
                     cache.publish(r, written)
-                if drafts:
-                    r.drafts = drafts[i]
             if r.status is not Status.RUNNING:
                 cache.settle(r)
         if self.planner is not None:
-            self.planner.observe(out)
+            self.planner.observe(
+                DraftsLanded(
+                    out=out,
+                    generations=[r.generation for r in planned],
+                    decodes=decodes,
+                    now=self.clock(),
+                )
+            )
 
     # Room for decodes.
 
@@ -254,7 +290,8 @@ class Scheduler:
         """It has a slot and pages for its whole text: run what the budget allows."""
         start = self.cache.start(r)
         r.status = Status.RUNNING
-        r.prefilled, r.prefill_to, r.drafts = start, len(r.tokens), []
+        r.prefilled, r.prefill_to = start, len(r.tokens)
+        r.drafts, r.landed, r.generation = [], len(r.tokens), next(self._generations)
         self.running.append(r)
         self.cached_tokens += start
         metrics = r.output.metrics

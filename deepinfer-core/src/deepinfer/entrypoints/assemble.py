@@ -21,6 +21,7 @@ from deepinfer.chat.interface import NO_WISHES
 from deepinfer.config import EngineConfig
 from deepinfer.entrypoints.images import PromptImages
 from deepinfer.entrypoints.inputs import ChatPrompt, Message, Preparer
+from deepinfer.entrypoints.speculation import open_planner, speculator_name
 from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.plugins import PluginManager, Resolution, Wanted
 from deepinfer.sampling_params import SamplingParams
@@ -153,7 +154,8 @@ def assemble(config: EngineConfig, observers: Sequence[Observer] = ()) -> Assemb
             from deepinfer.models.registry import architectures_of
 
             manager = PluginManager(disable=config.disable_plugins)
-            wanted = Wanted.by(config, architectures_of(raw))
+            speculator = speculator_name(manager, config, raw)
+            wanted = Wanted.by(config, architectures_of(raw), speculator)
             resolution = manager.resolve(wanted, config)
         with times.stage("tokenizer"):
             tokenizer = _tokenizer(source, config.load_format)

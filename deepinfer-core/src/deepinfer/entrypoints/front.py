@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from deepinfer.config import EngineConfig
+from deepinfer.config import EngineConfig, SpeculativeConfig
 from deepinfer.entrypoints.assemble import Assembly, assemble
 from deepinfer.entrypoints.driver import Driver
 from deepinfer.errors import TokenizerError
@@ -54,6 +54,7 @@ class FrontDoor:
         overlap: bool = True,
         scheduling_policy: str = "fcfs",
         executor: str = "local",
+        speculative: str | Mapping[str, Any] | SpeculativeConfig | None = None,
         num_threads: int | None = None,
         generation_config: Literal["auto", "none"] = "auto",
         trust_remote_code: bool = False,
@@ -91,6 +92,7 @@ class FrontDoor:
             overlap=overlap,
             scheduling_policy=scheduling_policy,
             executor=executor,
+            speculative=speculative,
             num_threads=num_threads,
             generation_config=generation_config,
             trust_remote_code=trust_remote_code,

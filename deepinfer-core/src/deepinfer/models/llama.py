@@ -125,8 +125,14 @@ class LlamaModel:
 
     def forward(self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None) -> Tensor:
         x: Tensor = self.ops.embedding(batch.ids, self.embed.weight).to(self.activation_dtype)
-        if taps is None and self._plain is not None:
-            hidden: Tensor = self.ops.decoder_layers(x, self._plain, batch, kv, self.cos_sin)
+        if taps is not None and -1 in taps.layers:
+            taps.put(-1, x)
+        if self._plain is not None:
+            run = self.ops.decoder_layers
+            if taps is None:
+                hidden: Tensor = run(x, self._plain, batch, kv, self.cos_sin)
+            else:
+                hidden = run(x, self._plain, batch, kv, self.cos_sin, taps)
             return hidden
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.api.model import DeviceBatch, KVPools
+from deepinfer.api.model import DeviceBatch, KVPools, Taps
 from deepinfer.native import _kernels
 from deepinfer.native.weights import PackedWeight
 from deepinfer.ops.reference import blocks
@@ -92,19 +92,32 @@ class Blocks:
         batch: DeviceBatch,
         kv: KVPools,
         cos_sin: Tensor,
+        taps: Taps | None = None,
     ) -> Tensor:
-        """As the reference; the layers' addresses are looked up once."""
+        """As the reference; the layers' addresses are looked up once. Taps cut the call in parts:
+        each goes on from the pair of rows that the one before left.
+        """
         if layers is not self._stack[0] or kv is not self._stack[1]:
             self._stack = layers, kv, _stack(layers, kv)
         stack, rows = self._stack[2], _rows(x, None)
         step = self._of_step(batch, cos_sin, layers[0].attention)
         if stack is None or step is None or rows is None or step[0] != rows[1]:
-            return blocks.decoder_layers(self._ops, x, layers, batch, kv, cos_sin)
-        y, total = torch.empty_like(x), torch.empty_like(x)
-        _kernels.decoder_layers(
-            x.data_ptr(), 0, y.data_ptr(), total.data_ptr(), *rows, stack.data_ptr(), len(layers),
-            *step[1:], self._threads,
-        )  # fmt: skip
+            return blocks.decoder_layers(self._ops, x, layers, batch, kv, cos_sin, taps)
+        cuts = [] if taps is None else sorted(i for i in taps.layers if 0 <= i < len(layers) - 1)
+        residual: Tensor | None = None
+        begin, size = 0, stack.nbytes // len(layers)
+        for last in (*cuts, len(layers) - 1):
+            y, total = torch.empty_like(x), torch.empty_like(x)
+            pair = _rows(x, residual)
+            assert pair is not None, "parts have the rows of the whole"
+            _kernels.decoder_layers(
+                x.data_ptr(), 0 if residual is None else residual.data_ptr(), y.data_ptr(),
+                total.data_ptr(), *pair, stack.data_ptr() + begin * size, last + 1 - begin,
+                *step[1:], self._threads,
+            )  # fmt: skip
+            x, residual, begin = y, total, last + 1
+            if taps is not None and last in taps.layers:
+                taps.put(last, y + total)
         return y + total
 
     def _of_step(

@@ -174,7 +174,7 @@ class BatchBuilder:
         left = slots.limit[rows.emit_slot] - length[at] - 1  # one token comes without a draft
         most = torch.minimum(slots.drafted[rows.emit_slot], rows.count[at] - 1)
         eligible = torch.where(rows.decode[at], torch.minimum(most, left).clamp(min=0), 0)
-        return self._drafter.allot(eligible, plan.draft_rows)
+        return self._drafter.allot(rows.emit_slot, eligible, plan.draft_rows)
 
     def _make_layout(self, rows: PlanRows, lengths: Tensor, draft_rows: int) -> TokenLayout:
         decodes = rows.array[:, 1] == DECODE

@@ -17,6 +17,7 @@ import torch
 
 from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
+from deepinfer.api.speculative import DrafterTarget
 from deepinfer.errors import ConfigError, UnsupportedError, shown
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.dummy import make_weights
@@ -25,9 +26,17 @@ from deepinfer.models.source import resolve
 from deepinfer.models.weights import LoadPlan, load_weights
 from deepinfer.ops.backend import build_ops
 from deepinfer.parallel import single
-from deepinfer.sampling.verify import EqualityVerifier
-from deepinfer.worker.drafting import NullDrafter
+from deepinfer.worker.drafting import (
+    DraftPools,
+    NullDrafter,
+    drafter_context,
+    drafter_needs,
+    first_draft_layer,
+    open_drafter,
+    with_drafts,
+)
 from deepinfer.worker.kvpool import KVPool
+from deepinfer.worker.measure import device_name, measure_steps
 from deepinfer.worker.runner import ModelRunner, Rig
 from deepinfer.worker.sizes import full_bytes, kv_options, size_kv
 from deepinfer.worker.slots import SlotShape, SlotTable
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
     from deepinfer.api.backend import Backend, Device
     from deepinfer.api.kv import KVSpec
     from deepinfer.api.model import Model, ModelAdapter, SeeingModel
+    from deepinfer.api.speculative import Drafter, Verifier
     from deepinfer.config import EngineConfig
     from deepinfer.models.checkpoint import Checkpoint
     from deepinfer.ops.table import OpSet
@@ -49,12 +59,18 @@ CPU_KV_BYTES = 1 << 30
 
 @dataclass(slots=True)
 class _Loaded:
-    """A model and what it was loaded with; ``image_token`` −1 if it takes no images."""
+    """A model and what it was loaded with; ``image_token`` −1 if it takes no images.
+
+    ``spec``: KV of the target and, from layer ``first_draft_layer`` on, of the drafter.
+    """
 
     model: Model
     ops: OpSet
     config: Any
     spec: KVSpec
+    first_draft_layer: int
+    drafter: Drafter
+    verifier: Verifier
     dtype: torch.dtype
     weight_bytes: int
     image_token: int
@@ -119,7 +135,7 @@ class Host:
                 device.torch_device,
                 sizes.state_blocks,
             )
-        drafter = NullDrafter()
+        drafter = loaded.drafter
         shape = SlotShape(
             slots=config.max_num_seqs,
             max_len=sizes.max_len,
@@ -129,7 +145,7 @@ class Host:
         )
         with _allocating("max_num_seqs"):
             slots = SlotTable(shape, device.torch_device)
-        sampler = resolution.load("sampler")(loaded.ops)
+        drafter.bind(DraftPools(kv, loaded.first_draft_layer), slots)
         rig = Rig(
             model=loaded.model,
             ops=loaded.ops,
@@ -138,7 +154,7 @@ class Host:
             device=device,
             slots=slots,
             drafter=drafter,
-            verifier=EqualityVerifier(loaded.ops, sampler),
+            verifier=loaded.verifier,
             seeing=cast("SeeingModel", loaded.model) if loaded.image_token >= 0 else None,
             image_token=loaded.image_token,
         )
@@ -162,12 +178,14 @@ class Host:
         return cls(facts, ModelRunner(rig), device, kv, times)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Rare calls by name: ``trace``, ``memory``, ``profile``, ``ops``."""
+        """Rare calls by name, those below."""
         calls: dict[str, Callable[..., Any]] = {
             "trace": self.runner.trace,
             "memory": self.memory,
             "profile": self.profile,
             "ops": self.runner.ops,
+            "device": lambda: device_name(self.device.torch_device),
+            "measure": lambda shapes: measure_steps(self.runner, self.facts, shapes),
         }
         if method not in calls:
             raise ConfigError(f"There is no call {method!r}; there are {', '.join(calls)}.")
@@ -210,7 +228,9 @@ def _load(
             next_step=f"Give at most {limit}, or leave it out.",
         )
     mine = replace(mine, max_model_len=config.max_model_len or limit)
-    spec = adapter.kv_spec(mine, kv_options(config, dtype.itemsize))
+    drafting = drafter_context(config, resolution, (mine, checkpoint), dtype)
+    needs = drafter_needs(resolution, drafting)
+    spec = adapter.kv_spec(mine, kv_options(config, dtype.itemsize, needs.draft_len))
     rows = backend.facts().activations
     context = OpContext(
         dtype=dtype,
@@ -238,7 +258,23 @@ def _load(
     else:
         nbytes = load_weights(model, rules, checkpoint, ops, dtype, plan=plan)
     reader = image_reader(adapter, checkpoint.config)
-    return _Loaded(model, ops, mine, spec, dtype, nbytes, -1 if reader is None else reader.token)
+    sampler = resolution.load("sampler")(ops)
+    target = DrafterTarget(
+        model=model, ops=ops, sampler=sampler, device=device.torch_device, dtype=dtype
+    )
+    drafter, verifier = open_drafter(resolution, drafting, target)
+    return _Loaded(
+        model=model,
+        ops=ops,
+        config=mine,
+        spec=with_drafts(spec, needs),
+        first_draft_layer=first_draft_layer(spec),
+        drafter=drafter,
+        verifier=verifier,
+        dtype=dtype,
+        weight_bytes=nbytes + needs.weight_bytes,
+        image_token=-1 if reader is None else reader.token,
+    )
 
 
 def _check_acceleration(config: EngineConfig, ops: OpSet, backend: Backend) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepinfer.api.backend import Device
+    from deepinfer.api.speculative import Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class PromptScores:
 class StepResult:
     """Everything that a step sends to the host. n plan rows, R emitting ones, γ drafts.
 
-    ``tokens`` int64[R, w], ``counts`` int64[R], ``faults`` uint8[R], ``drafts`` int64[R, γ];
+    ``tokens`` int64[R, w], ``counts`` int64[R], ``faults`` uint8[R]; ``drafts`` of the next step,
+    None where nobody speculates; ``verified`` int64[R]: drafts that ran and could stand;
     ``scores`` of the first w tokens of emitting rows ``scored``, of which ``wanted`` best.
     """
 
@@ -57,8 +59,8 @@ class StepResult:
     tokens: Tensor
     counts: Tensor
     faults: Tensor
-    drafts: Tensor
-    confidence: Tensor | None
+    drafts: Drafts | None
+    verified: Tensor | None
     scored: NDArray[np.int64]
     wanted: NDArray[np.int64]
     scores: Scores | None
@@ -76,9 +78,10 @@ class StepFuture:
 
     def __init__(self, device: Device, result: StepResult) -> None:
         self._what = result
-        tensors = [result.tokens, result.counts, result.faults, result.drafts]
-        if result.confidence is not None:
-            tensors.append(result.confidence)
+        tensors = [result.tokens, result.counts, result.faults]
+        if result.drafts is not None:
+            told = (*result.drafts, result.verified)
+            tensors += [tensor for tensor in told if tensor is not None]
         for scores in (result.scores, *(p.scores for p in result.prompt)):
             tensors += scores.tensors() if scores is not None else ()
         self._copies = device.future(*tensors)
@@ -99,15 +102,10 @@ class StepFuture:
         shape = (what.rows, 1 + what.draft_len)
         tokens, counts = np.zeros(shape, np.int32), np.zeros(what.rows, np.int32)
         faults = np.zeros(what.rows, np.uint8)
-        drafts = np.zeros((what.rows, what.draft_len), np.int32)
         drawn = next(rest)
         tokens[what.emit, : drawn.shape[1]] = drawn
         counts[what.emit], faults[what.emit] = next(rest), next(rest)
-        drafts[what.emit] = next(rest)
-        confidence = None
-        if what.confidence is not None:
-            confidence = np.zeros(drafts.shape, np.float32)
-            confidence[what.emit] = next(rest)
+        drafts, confidence, drafted, verified = self._drafts(rest)
         logprobs = None
         if what.scores is not None:
             logprobs = self._emitted(_take(rest), counts)
@@ -116,13 +114,33 @@ class StepFuture:
             step=what.step,
             tokens=tokens,
             counts=counts,
-            drafts=drafts if what.draft_len else None,
+            drafts=drafts,
             confidence=confidence,
             logprobs=logprobs,
             prompt_logprobs=prompt,
             faults=faults,
             device_seconds=what.seconds,
+            drafted=drafted,
+            verified=verified,
         )
+
+    def _drafts(self, rest: Iterator[NDArray[Any]]) -> tuple[Any, Any, Any, Any]:
+        """Drafts, confidences, how many are any and how many ran, a row for each plan row."""
+        what = self._what
+        if what.drafts is None:
+            return None, None, None, None
+
+        def spread(there: Tensor | None, dtype: Any, *shape: int) -> NDArray[Any] | None:
+            if there is None:
+                return None
+            whole = np.zeros((what.rows, *shape), dtype)
+            whole[what.emit] = next(rest)
+            return whole
+
+        ids = spread(what.drafts.ids, np.int32, what.draft_len)
+        sure = spread(what.drafts.confidence, np.float32, what.draft_len)
+        drafted = spread(what.drafts.drafted, np.int32)
+        return ids, sure, drafted, spread(what.verified, np.int32)
 
     def _emitted(self, scores: _Host, counts: NDArray[np.int32]) -> LogprobRows:
         """Of the scored tokens those that were emitted."""

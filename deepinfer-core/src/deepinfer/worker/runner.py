@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.plan import Fault
+from deepinfer.api.speculative import Drafts
 from deepinfer.sampling.pipeline import LogitsPipeline
 from deepinfer.sampling.transfer import to_device
 from deepinfer.worker.batch import BatchBuilder, StepBatch
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from deepinfer.api.kv import KVSpec
     from deepinfer.api.model import Model, SeeingModel
     from deepinfer.api.plan import BatchPlan, RowInputs
-    from deepinfer.api.speculative import Drafter, Drafts, Verifier
+    from deepinfer.api.speculative import Drafter, Verifier
     from deepinfer.ops.table import OpSet
     from deepinfer.worker.batch import PlanRows
     from deepinfer.worker.kvpool import KVPool
@@ -82,6 +83,9 @@ class _OpenStep:
     prompt: tuple[PromptScores, ...]
     taps: HiddenTaps | None
     seconds: float
+    keep: int
+    propose: bool
+    verified: Tensor | None = None
 
 
 class ModelRunner:
@@ -103,6 +107,11 @@ class ModelRunner:
         self._open: dict[int, _OpenStep] = {}
         self._recorder: Recorder | None = None
         self.seconds = {"forward": 0.0, "sample": 0.0, "steps": 0.0}
+
+    @property
+    def slots(self) -> SlotTable:
+        """Where requests stand; only the runner's thread may touch it."""
+        return self._rig.slots
 
     def ops(self) -> OpSet:
         """What the model was built from: who puts wrappers in sees every call of every step."""
@@ -132,7 +141,7 @@ class ModelRunner:
         logits, prompt = self._compute(step, taps)
         took = time.perf_counter() - began
         self.seconds["forward"] += took
-        self._open[plan.step] = _OpenStep(step, logits, prompt, taps, took)
+        self._open[plan.step] = _OpenStep(step, logits, prompt, taps, took, plan.keep, plan.propose)
 
     def sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
         """Second half: masks, draw, acceptance, commit, drafts of the next step."""
@@ -140,9 +149,9 @@ class ModelRunner:
         work, rig = self._open.pop(step), self._rig
         batch = work.step
         raw = self._raw_lines(work, inputs)
-        tokens, counts, faults = self._draw(batch, work.logits, inputs)
+        tokens, counts, faults = self._draw(work, inputs)
         rig.slots.commit(batch.rows.emit_slot, batch.length, tokens, counts)
-        drafts = self._draft(work, counts)
+        drafts = self._draft(work, counts) if rig.drafter.draft_len else None
         scores = self._score(batch.rows, raw, tokens)
         if self._recorder is not None:
             self._recorder.end_step()
@@ -157,8 +166,8 @@ class ModelRunner:
             tokens=tokens,
             counts=counts,
             faults=faults,
-            drafts=drafts.ids,
-            confidence=drafts.confidence,
+            drafts=drafts,
+            verified=work.verified,
             scored=batch.rows.scored,
             wanted=batch.rows.wanted,
             scores=scores,
@@ -188,17 +197,19 @@ class ModelRunner:
         logits = rig.model.logits(hidden[lines]) if len(lines) else none
         return logits, self._score_prompts(step, hidden)
 
-    def _draw(
-        self, batch: StepBatch, logits: Tensor, inputs: RowInputs | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw(self, work: _OpenStep, inputs: RowInputs | None) -> tuple[Tensor, Tensor, Tensor]:
         """tokens int64[R, w], counts int64[R], faults uint8[R]."""
+        batch, logits, rig = work.step, work.logits, self._rig
         if not len(logits):
             counts = batch.length
             return batch.layout.grid, counts, counts.to(torch.uint8)
         faults = self._pipeline.apply(logits, batch.lines, *self._masks(batch, inputs))
-        tokens, counts = self._rig.verifier.verify(
-            logits, batch.lines.sample, batch.drafts, batch.layout.lengths
-        )
+        ran = batch.layout.lengths
+        tokens, counts = rig.verifier.verify(logits, batch.lines.sample, batch.drafts, ran)
+        if work.keep >= 0 and batch.drafts.shape[1]:
+            ran = rig.drafter.allot(batch.rows.emit_slot, ran, work.keep)
+            counts = torch.minimum(counts, 1 + ran)
+        work.verified = ran
         return tokens, *_settle(batch, counts, faults)
 
     def _masks(
@@ -221,16 +232,16 @@ class ModelRunner:
     def _draft(self, work: _OpenStep, counts: Tensor) -> Drafts:
         """Tell the drafter what stood, and put its proposals behind the texts."""
         rig, rows, layout = self._rig, work.step.rows, work.step.layout
-        if rig.drafter.draft_len:
-            kept = layout.count.clone()
-            kept[rows.emit_row] = torch.where(
-                rows.decode[rows.emit_row], counts, kept[rows.emit_row]
-            )
-            mine = layout.row >= 0
-            rig.drafter.commit(work.taps, mine & (layout.offset < kept[layout.row]))
+        kept = layout.count.clone()
+        kept[rows.emit_row] = torch.where(rows.decode[rows.emit_row], counts, kept[rows.emit_row])
+        mine = layout.row >= 0
+        rig.drafter.commit(work.taps, mine & (layout.offset < kept[layout.row]))
+        if not work.propose:
+            rig.slots.no_drafts(rows.emit_slot)
+            none = counts.new_zeros((len(counts), rig.drafter.draft_len))
+            return Drafts(none, None, torch.zeros_like(counts))
         drafts = rig.drafter.propose(rig.slots.anchors(rows.emit_slot), rows.emit_slot)
-        if rig.drafter.draft_len:
-            rig.slots.set_drafts(rows.emit_slot, drafts.ids)
+        rig.slots.set_drafts(rows.emit_slot, drafts.ids, drafts.drafted)
         return drafts
 
     def _raw_lines(self, work: _OpenStep, inputs: RowInputs | None) -> Tensor | None:

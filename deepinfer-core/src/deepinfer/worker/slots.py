@@ -110,13 +110,20 @@ class SlotTable:
         """int64[R]: the last token of each text, which the next step runs first."""
         return self.tokens[slot, self.length[slot] - 1].long()
 
-    def set_drafts(self, slot: Tensor, drafts: Tensor) -> None:
-        """``drafts`` int64[R, γ] of the next step."""
+    def set_drafts(self, slot: Tensor, drafts: Tensor, count: Tensor | None = None) -> None:
+        """``drafts`` int64[R, γ] of the next step, of which ``count`` int64[R] are any."""
         place = (slot * self.width + self.length[slot])[:, None] + torch.arange(
             drafts.shape[1], device=self.device
         )
         self.tokens.view(-1).index_put_((place,), drafts.int())
-        self.drafted.index_fill_(0, slot, drafts.shape[1])
+        if count is None:
+            self.drafted.index_fill_(0, slot, drafts.shape[1])
+        else:
+            self.drafted.index_put_((slot,), count)
+
+    def no_drafts(self, slot: Tensor) -> None:
+        """The next step has none."""
+        self.drafted.index_fill_(0, slot, 0)
 
     def drafts(self, slot: Tensor, length: Tensor, width: int) -> Tensor:
         """int64[R, width]: what lies behind texts of ``length``."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deepinfer.api.model import DeviceBatch, KVPools
+from deepinfer.api.model import DeviceBatch, KVPools, Taps
 from deepinfer.ops.table import op
 
 
@@ -115,16 +115,20 @@ def decoder_layers(
     batch: DeviceBatch,
     kv: KVPools,
     cos_sin: Tensor,
+    taps: Taps | None = None,
 ) -> Tensor:
     """Rows [T, H] through all layers, one half after the other, the residual added at the end.
 
     At least one layer; ``kv.layer(i)`` is layer i's. An implementation may keep what it derives of
-    ``layers`` and ``kv``: they stay as they are.
+    ``layers`` and ``kv``: they stay as they are. ``taps`` gets ``x + residual`` behind each of its
+    layers that is one of these, and changes no bit of the result.
     """
     residual: Tensor | None = None
     for index, (attention, mlp) in enumerate(layers):
         x, residual = ops.attention_block(x, residual, attention, batch, kv.layer(index), cos_sin)
         x, residual = ops.mlp_block(x, residual, *mlp)
+        if taps is not None and index in taps.layers:
+            taps.put(index, x + residual)
     assert residual is not None, "there is at least one layer"
     return x + residual
 
