@@ -1,5 +1,8 @@
 """KV memory: what is promised, what is allocated, and what does not fit."""
 
+import contextlib
+import logging
+
 import pytest
 import torch
 from deepinfer.api.kv import Entry, KVGroup, KVOptions, KVSpec
@@ -69,6 +72,38 @@ def test_bytes_per_token_are_those_allocated(tokens, cache_dtype):
 @pytest.mark.parametrize("cache_dtype, each", [("packed", 890), ("bfloat16", 3200)])
 def test_the_released_model_costs_what_the_specification_says(cache_dtype, each):
     assert v41(released_config(), cache_dtype=cache_dtype).bytes_per_token == each
+
+
+@given(slots=st.integers(1, 9), longest=st.integers(2, 300), less=st.integers(1, 5000))
+@settings(max_examples=50)
+def test_a_pool_without_snapshots_says_so_once_and_what_it_needs(slots, longest, less):
+    spec, asked = small(), config(max_num_seqs=slots)
+    with capture() as said:
+        size_kv(asked, spec, longest, 1 << 30)
+        size_kv(config(max_num_seqs=slots, enable_prefix_caching=False), spec, longest, 1 << 14)
+    assert not said
+    least = slots * spec.bytes_per_request + spec.page_bytes(16)
+    with capture() as said:
+        memory = max(least, (1 << 14) - less)
+        sizes = size_kv(asked, spec, longest, memory)
+    assert len(said) == (sizes.snapshots == 0)
+    if said:
+        need = int(said[0].split("Give ")[1].split()[0])
+        assert size_kv(asked, spec, longest, need).snapshots == 1
+        assert size_kv(asked, spec, longest, need - 1).snapshots == 0
+
+
+@contextlib.contextmanager
+def capture():
+    """Warnings of ``sizes``, as texts."""
+    said, log = [], logging.getLogger("deepinfer.worker.sizes")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
 
 
 @given(

@@ -104,6 +104,13 @@ def size_kv(config: EngineConfig, spec: KVSpec, max_len: int, memory: int) -> KV
     if block_bytes and config.enable_prefix_caching:
         spare = max(0, min(left // SNAPSHOT_SHARE, left - longest))
         snapshots = min(spare // block_bytes, SNAPSHOTS_PER_REQUEST * slots)
+        if not snapshots:
+            need = slots * block_bytes + max(SNAPSHOT_SHARE * block_bytes, longest + block_bytes)
+            log.warning(
+                "kv_cache_memory=%d has no room for a snapshot of state (%d bytes), so no prefix "
+                "is reused. Give %d or more, fewer max_num_seqs or a shorter max_model_len.",
+                memory, block_bytes, need,
+            )  # fmt: skip
     pages = (left - snapshots * block_bytes) // page_bytes
     return KVSizes(
         max_len=_longest(config, max_len, pages * size, memory, longest + slots * block_bytes),
