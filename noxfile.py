@@ -20,6 +20,7 @@ import nox
 ROOT = Path(__file__).parent
 CORE = ROOT / "deepinfer-core"
 CUDA = ROOT / "deepinfer-backend-cuda"
+STRUCTURED = ROOT / "deepinfer-structured"
 SAMPLE = ROOT / "tests" / "plugins" / "deepinfer-backend-sample"
 SHARED = ROOT / ".nox" / "core"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -52,7 +53,11 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """mypy over the package; strict where pyproject.toml says so."""
     python = shared(session)
-    where = ("deepinfer-core/src/deepinfer", "deepinfer-backend-cuda/src/deepinfer_backend_cuda")
+    where = (
+        "deepinfer-core/src/deepinfer",
+        "deepinfer-backend-cuda/src/deepinfer_backend_cuda",
+        "deepinfer-structured/src/deepinfer_structured",
+    )
     session.run(python, "-m", "mypy", *where, external=True)
 
 
@@ -151,7 +156,9 @@ def dist(session: nox.Session) -> None:
     wheels = ROOT / "dist"
     shutil.rmtree(wheels, ignore_errors=True)
     session.install("build", env=bound())
-    session.run("python", "-m", "build", "-q", "-o", str(wheels), str(CORE), env=bound())
+    for project in (CORE, STRUCTURED):
+        build = ("-m", "build", "-q", "-o", str(wheels), str(project))
+        session.run("python", *build, env=bound())
     built = [str(path) for path in wheels.glob("*.whl")]
     session.install(*built, env=bound())
     outside = session.create_tmp()  # so that the checkout is not what gets imported
@@ -177,6 +184,7 @@ def lowest(session: nox.Session) -> None:
     where = session.posargs or [
         "tests",
         "--ignore=tests/plugins",
+        "--ignore=tests/structured",
         "-m",
         QUICK,
     ]
@@ -206,11 +214,13 @@ def shared(session: nox.Session) -> str:
     """
     python = SHARED / ("Scripts" if os.name == "nt" else "bin") / "python"
     install = (str(python), "-m", "pip", "install", "-qq")
-    pins = [CORE / "pyproject.toml", CORE / "setup.py", CONSTRAINTS]
+    made = [CORE / "pyproject.toml", STRUCTURED / "pyproject.toml"]
+    pins = [*made, CORE / "setup.py", CONSTRAINTS]
     if stale("made-from", pins):
         session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
         wanted = (f"{CORE}[test,transformers]", "mypy")
-        session.run(*install, "-e", *wanted, external=True, env=bound())
+        structured = ("-e", f"{STRUCTURED}[test]")
+        session.run(*install, "-e", *wanted, *structured, external=True, env=bound())
         note("made-from", pins)
     elif stale("compiled-from", native()):
         session.run(*install, "--no-deps", "-e", str(CORE), external=True, env=bound())

@@ -1,0 +1,1 @@
+"""Structured output for DeepInfer: specs are compiled to grammars, grammars fill token masks."""

@@ -1,0 +1,131 @@
+"""From a spec to what is compiled: :func:`source_of`.
+
+JSON schemas, patterns and choices are written as EBNF by ``schema/``: small, deterministic and
+within limits. EBNF and structural tags come from the caller as they are, so what they cost is
+anybody's guess: they are *foreign*, and compiled where they can be ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer.errors import InvalidRequestError
+
+from deepinfer_structured.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A grammar's text.
+
+    Args:
+        text: EBNF in xgrammar's dialect with the rule ``root``, or a structural tag's JSON.
+        tag: it is a structural tag.
+        foreign: the caller wrote it.
+        loose: the grammar allows more than the spec, so the text must be validated.
+    """
+
+    text: str
+    tag: bool = False
+    foreign: bool = False
+    loose: bool = False
+
+
+def key_of(spec: Any, options: Options) -> str:
+    """Equal for specs that come to the same grammar under the same settings."""
+    parts = [
+        spec.schema_type,
+        spec.rule,
+        spec.on_unsupported,
+        whitespace_of(spec, options),
+        digits_of(spec, options),
+        options.additional_properties,
+        options.formats,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def whitespace_of(spec: Any, options: Options) -> int:
+    """Most blanks in a row: the request's word, else the engine's."""
+    return options.max_whitespace if spec.max_whitespace is None else int(spec.max_whitespace)
+
+
+def digits_of(spec: Any, options: Options) -> int:
+    """Most digits in a row, likewise."""
+    return options.max_digits if spec.max_digits is None else int(spec.max_digits)
+
+
+def source_of(spec: Any, options: Options) -> Source:
+    """Write a spec as a grammar.
+
+    Raises:
+        InvalidRequestError: where in the spec, why, and what to write instead.
+    """
+    source: Source = _WRITERS[spec.schema_type](spec, options)
+    if len(source.text) > options.max_grammar_bytes:
+        raise InvalidRequestError(
+            f"This {spec.schema_type} comes to a grammar of {len(source.text)} characters; "
+            f"{options.max_grammar_bytes} are the most.",
+            setting="so_args.schema",
+            next_step="Make it smaller, or raise max_grammar_bytes in plugin_config.",
+        )
+    return source
+
+
+def _json(spec: Any, options: Options) -> Source:
+    import xgrammar
+
+    text = xgrammar.Grammar.from_json_schema(spec.rule, max_whitespace_cnt=2)
+    return Source(str(text), loose=spec.on_unsupported == "validate")
+
+
+def _json_object(spec: Any, options: Options) -> Source:
+    import xgrammar
+
+    return Source(str(xgrammar.Grammar.builtin_json_grammar()))
+
+
+def _regex(spec: Any, options: Options) -> Source:
+    import xgrammar
+
+    try:
+        return Source(str(xgrammar.Grammar.from_regex(spec.rule)))
+    except RuntimeError as why:
+        raise InvalidRequestError(f"regex: {why}", setting="so_args.schema") from None
+
+
+def _choice(spec: Any, options: Options) -> Source:
+    return Source("root ::= " + " | ".join(map(literal, spec.rule)))
+
+
+def _ebnf(spec: Any, options: Options) -> Source:
+    return Source(spec.rule, foreign=True)
+
+
+def _structural_tag(spec: Any, options: Options) -> Source:
+    return Source(json.dumps(spec.rule), tag=True, foreign=True)
+
+
+def literal(text: str) -> str:
+    """A text as an EBNF literal."""
+    return '"' + "".join(map(_character, text)) + '"'
+
+
+def _character(char: str) -> str:
+    if char in '"\\':
+        return "\\" + char
+    return char if " " <= char <= "~" else f"\\U{ord(char):08x}"
+
+
+_WRITERS: Mapping[str, Any] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "ebnf": _ebnf,
+    "structural_tag": _structural_tag,
+}
