@@ -92,6 +92,23 @@ def test_config_memory_counts_from_the_header(shell, tiny_model):
     facts = json.loads(done.out)
     assert facts["kv_bytes_per_token"] == 2 * 2 * 16 * 4 * 3
     assert facts["pages"] == (1 << 20) // (facts["kv_bytes_per_token"] * 16)
+    assert facts["image_bytes_per_request"] == 0
+
+
+def test_config_memory_counts_the_largest_image(shell, tmp_path):
+    """Of a model that sees, at the rows that its own plan gives the largest picture."""
+    from deepinfer.models.deepseek_v41.images import VisionConfig, plan_image
+
+    path = tmp_path / "m"
+    assert shell("make-tiny", "deepseek-v41", str(path), model=False).code == 0
+    raw = json.loads((path / "config.json").read_text())
+    done = shell("config", "memory", str(path), "--json", model=False)
+    vision, found = VisionConfig.read(raw), json.loads(done.out)["image_bytes_per_request"]
+    assert vision is not None, "the tiny model sees"
+    row = raw["text_config"]["hidden_size"] * 4
+    assert found == vision.max_tokens * row
+    sizes = [(w, h) for w in (1, 400, 999, 4000) for h in (1, 400, 1000, 4000)]
+    assert 0.9 * found <= max(plan_image(w, h, vision).tokens for w, h in sizes) * row <= found
 
 
 def test_the_example_says_what_is_not_built():

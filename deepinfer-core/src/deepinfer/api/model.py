@@ -150,10 +150,11 @@ class SeeingModel(Model, Protocol):
 class ImageReader(Protocol):
     """The host's half of a family's vision. Several threads may read at once.
 
-    ``token``: the id of every position of an image.
+    ``token``: the id of every position of an image; ``most_tokens``: positions of the largest.
     """
 
     token: int
+    most_tokens: int
 
     def read(self, data: bytes, where: str) -> Image:
         """An encoded picture as the model takes it; ``start`` is left 0.

@@ -102,7 +102,7 @@ def memory_facts(model: str, **engine: Any) -> dict[str, Any]:
     from deepinfer.config import EngineConfig
     from deepinfer.entrypoints.speculation import speculator_name
     from deepinfer.models.checkpoint import open_checkpoint
-    from deepinfer.models.registry import model_config
+    from deepinfer.models.registry import image_reader, model_config
     from deepinfer.models.source import resolve
     from deepinfer.plugins import PluginManager, Wanted
     from deepinfer.worker.drafting import draft_needs, with_drafts
@@ -119,6 +119,9 @@ def memory_facts(model: str, **engine: Any) -> dict[str, Any]:
     width = {"float32": 4, "bfloat16": 2}[made.dtype]
     needs = draft_needs(made, resolution, shape, checkpoint)
     spec = with_drafts(adapter.kv_spec(shape, kv_options(made, width, needs.draft_len)), needs)
+    reader = image_reader(adapter, checkpoint.config)
+    # Rows of one image wait where a step ends in the middle of it; they lie beside the KV.
+    image = 0 if reader is None else reader.most_tokens * shape.hidden_size * width
     weights = sum(prod(s) for rule in adapter.weights(shape) for s in rule.shapes)
     assert made.kv_cache_memory is not None
     longest = made.max_model_len or shape.max_position_embeddings
@@ -130,6 +133,7 @@ def memory_facts(model: str, **engine: Any) -> dict[str, Any]:
         "kv_layout": spec.layout,
         "kv_bytes_per_token": spec.bytes_per_token,
         "kv_bytes_per_request": spec.bytes_per_request,
+        "image_bytes_per_request": image,
         "page_size": made.page_size,
         "page_bytes": sizes.page_bytes,
         "kv_cache_bytes": made.kv_cache_memory,

@@ -230,6 +230,7 @@ class PictureReader:
     def __init__(self, config: VisionConfig, token: int) -> None:
         self.config = config
         self.token = token
+        self.most_tokens = config.max_tokens
 
     def read(self, data: bytes, where: str) -> Image:
         picture = open_image(data, where)
