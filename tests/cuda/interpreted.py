@@ -10,6 +10,7 @@ import interp_shim  # noqa: F401  (before any kernel)
 import torch
 from deepinfer.api import OpContext
 from deepinfer.ops.table import OpSet
+from deepinfer.testing.conformance import inputs_latent, inputs_v41  # noqa: F401  (declare cases)
 from deepinfer.testing.conformance.compare import difference, tolerance
 from deepinfer.testing.conformance.inputs import CASES
 from deepinfer.testing.conformance.kit import DTYPES, Run, reference_run, tensors

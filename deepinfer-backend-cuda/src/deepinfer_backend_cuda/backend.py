@@ -11,7 +11,7 @@ from deepinfer.api import BackendFacts, Impl, OpContext
 from deepinfer.api.ops import OP_NAMES
 from deepinfer.ops import invariant
 
-from deepinfer_backend_cuda import attention, layers, linear, rows, sampling
+from deepinfer_backend_cuda import attention, layers, linear, rows, sampling, v41
 from deepinfer_backend_cuda.device import CudaDevice
 
 MAX_HEAD_DIM = 256
@@ -37,6 +37,7 @@ class CudaBackend:
             invariant=frozenset(OP_NAMES),
             graphs=True,
             step_tokens=8192,
+            dequantize=False,
             notes={
                 "device": properties.name,
                 "capability": f"{properties.major}.{properties.minor}",
@@ -49,12 +50,8 @@ class CudaBackend:
         return CudaDevice(local_rank)
 
     def provide(self, ctx: OpContext) -> Mapping[str, Impl]:
-        """One set, whether invariance is asked for or not; ``route`` is the one op whose
-        invariant variant is not its reference.
-        """
-        provided = {name: Impl(fn) for name, fn in _OPS.items()}
-        if ctx.invariant:
-            provided["route"] = Impl(invariant.route)
+        """One set, whether invariance is asked for or not."""
+        provided = {name: Impl(fn) for name, fn in _OPS.items()} | dict(v41.OPS)
         if ctx.head_dim is None or ctx.head_dim <= MAX_HEAD_DIM:
             provided |= {name: Impl(fn) for name, fn in _ATTENTION.items()}
             provided["decoder_layers"] = Impl(layers.Layers(ctx.device))
@@ -65,7 +62,6 @@ class CudaBackend:
 
 _OPS: Mapping[str, Callable[..., Any]] = {
     "linear": linear.linear,
-    "grouped_linear": linear.grouped_linear,
     "rms_norm": rows.rms_norm,
     "add_rms_norm": rows.add_rms_norm,
     "silu_mul": rows.silu_mul,
