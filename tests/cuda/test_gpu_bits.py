@@ -57,7 +57,7 @@ def test_rows_have_the_same_bits_in_any_company(device, name):
 
 
 def test_graphs_padding_and_prefill_show_in_no_bit(device):
-    """Decode steps of 1 to 70 requests: launched, recorded, replayed; and as prefills' last rows."""
+    """Decode steps of 1 to 70 requests, replayed and launched; the same rows of a prefill."""
     from decoder import World
     from deepinfer_backend_cuda.layers import Layers
 

@@ -13,6 +13,7 @@ from deepinfer.ops import invariant
 
 from deepinfer_backend_cuda import attention, layers, linear, rows, sampling, v41
 from deepinfer_backend_cuda.device import CudaDevice
+from deepinfer_backend_cuda.kernel_cache import KernelCache, folder, of_others
 
 MAX_HEAD_DIM = 256
 """Wider heads do not fit a tile; such an engine's attention runs the reference."""
@@ -24,6 +25,9 @@ class CudaBackend:
     name = "cuda"
     device_type = "cuda"
     comm = "nccl"
+
+    def __init__(self) -> None:
+        self._device: CudaDevice | None = None
 
     def facts(self) -> BackendFacts:
         """Every op is batch-invariant: the kernels by their reduction order, the others because
@@ -47,10 +51,12 @@ class CudaBackend:
 
     def open(self, local_rank: int) -> CudaDevice:
         """GPU ``local_rank``."""
-        return CudaDevice(local_rank)
+        self._device = CudaDevice(local_rank)
+        return self._device
 
     def provide(self, ctx: OpContext) -> Mapping[str, Impl]:
         """One set, whether invariance is asked for or not."""
+        self._keep_kernels(ctx)
         provided = {name: Impl(fn) for name, fn in _OPS.items()} | dict(v41.OPS)
         if ctx.head_dim is None or ctx.head_dim <= MAX_HEAD_DIM:
             provided |= {name: Impl(fn) for name, fn in _ATTENTION.items()}
@@ -58,6 +64,15 @@ class CudaBackend:
         elif ctx.invariant:
             provided["attention"] = Impl(invariant.attention)
         return provided
+
+    def _keep_kernels(self, ctx: OpContext) -> None:
+        """On disk, in a folder of this kind of GPU; where the user said so, if he told Triton."""
+        if ctx.cache_dir is None or ctx.device.type != "cuda" or of_others():
+            return
+        kernels = KernelCache(folder(ctx.cache_dir, torch.cuda.get_device_name(ctx.device)))
+        kernels.serve()
+        if self._device is not None:
+            self._device.kernels = kernels
 
 
 _OPS: Mapping[str, Callable[..., Any]] = {

@@ -9,14 +9,26 @@ import torch
 from torch import Tensor
 
 from deepinfer_backend_cuda.graphs import Graphs, cuda
+from deepinfer_backend_cuda.kernel_cache import KernelCache
 
 
 class CudaDevice:
-    """GPU ``rank``. Work runs on the stream that is current on the calling thread."""
+    """GPU ``rank``. Work runs on the stream that is current on the calling thread.
+
+    ``kernels``: where its compiled kernels lie, if that is a folder of this package's.
+    """
 
     def __init__(self, rank: int) -> None:
         self.torch_device = torch.device("cuda", rank)
+        self.kernels: KernelCache | None = None
         self._graphs: Graphs | None = Graphs(self.torch_device)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Spent on kernels so far: compiling them, and loading compiled ones."""
+        if self.kernels is None:
+            return {}
+        return {f"kernels {how}": spent for how, spent in self.kernels.seconds.items()}
 
     def future(self, *tensors: Tensor) -> CudaFuture:
         """Copies that take their place in the stream: what is queued later comes later."""

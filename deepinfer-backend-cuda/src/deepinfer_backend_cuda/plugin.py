@@ -18,5 +18,6 @@ def deepinfer_provide() -> list[Spec]:
             priority=20,
             probe=why_not,
             offers=frozenset({"invariant"}),
+            doctor="deepinfer_backend_cuda.doctor:examine",
         )
     ]

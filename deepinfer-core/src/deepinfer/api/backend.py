@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from deepinfer.api.plan import StepOutput
@@ -36,6 +38,8 @@ class OpContext:
     ``dtype`` is the type of weights and KV, ``activation_dtype`` of the rows between ops (None:
     ``dtype``); ``quantization`` None or "int8" (linear weights; KV and all else stay ``dtype``);
     ``invariant``: return only implementations whose row i depends neither on other rows nor on i.
+    ``cache_dir``: a folder of the backend's own for what it compiles, which need not exist and may
+    not be writable; None: nowhere.
     """
 
     dtype: torch.dtype
@@ -46,6 +50,7 @@ class OpContext:
     page_size: int = 16
     head_dim: int | None = None
     activation_dtype: torch.dtype | None = None
+    cache_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +94,11 @@ class OutputFuture(Protocol):
 
 
 class Device(Protocol):
-    """One opened device. ``close`` gives back what ``open`` took and may be called twice."""
+    """One opened device. ``close`` gives back what ``open`` took and may be called twice.
+
+    One with an attribute ``seconds``, a mapping of names to seconds so far (of compiling kernels,
+    say), has it shown among the times of the engine.
+    """
 
     torch_device: torch.device
 

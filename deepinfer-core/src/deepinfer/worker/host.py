@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from deepinfer import settings
 from deepinfer.api.backend import OpContext
 from deepinfer.api.executor import ModelFacts
 from deepinfer.api.speculative import DrafterTarget
@@ -200,8 +201,11 @@ class Host:
         }
 
     def profile(self) -> dict[str, float]:
-        """Seconds of each phase of the start, and of all steps since: forward, sample, steps."""
-        return dict(self.startup, **self.runner.seconds)
+        """Seconds of each phase of the start, and of all steps since: forward, sample, steps.
+
+        And what the device says of itself, such as the time spent on compiling kernels.
+        """
+        return dict(self.startup, **self.runner.seconds, **getattr(self.device, "seconds", {}))
 
     def close(self) -> None:
         """Give weights, KV and device back."""
@@ -241,6 +245,7 @@ def _load(
         page_size=config.page_size,
         head_dim=spec.groups[0].head_dim or None,
         activation_dtype=None if rows is None else getattr(torch, rows),
+        cache_dir=settings.cache_dir() / backend.name,
     )
     _check_page_size(config.page_size, backend)
     by_reference = {"apply_bitmask"} if config.grammar_acceleration == "cpu" else set()
