@@ -1,0 +1,549 @@
+"""Boolean algebra of subschemas: sets for scalars, disjunctive normal forms for the rest.
+
+A *state* is a set of literals that all hold: what a value must satisfy. For a scalar type a state
+is one set, computed exactly. For arrays and objects it is a list of *branches*, each a conjunction
+of atoms about members; members are states again. Subschemas are finitely many, so states are, and
+recursive schemas become recursive rules.
+
+Everything here is exact, with two marks. ``exact`` asks for branches that tell which subschemas
+hold, which ``unevaluated…`` needs. ``wide`` asks for a superset, which is what emptiness must be
+judged on: formats, and in loose mode what is not enforced, count as anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from .automata import ALL_STRINGS, ANY, Language, Words, complement, join, meet
+from .errors import Unsupported, UnsupportedSchemaError
+from .formula import (
+    FALSE,
+    KINDS,
+    META,
+    NO,
+    SCALARS,
+    TRUE,
+    YES,
+    All,
+    And,
+    Asked,
+    At,
+    Atom,
+    Cases,
+    Choice,
+    Count,
+    Formula,
+    Is,
+    Keys,
+    Not,
+    OneOf,
+    Or,
+    Rest,
+    Scalars,
+    Seen,
+    SeenItems,
+    Size,
+    Some,
+    Unique,
+    Unknown,
+    Values,
+    items_from,
+)  # fmt: skip
+from .keywords import UNIVERSES, Reader, constant, kind_of
+from .limits import SchemaOptions, limit, spend
+from .numbers import Numbers, numbers
+from .resolve import Place, Schemas
+
+Branch = tuple[Atom, ...]
+State = frozenset[int]
+MAX_BRANCHES = 2_000
+
+
+class _Again(Exception):
+    """Whether a member can exist depends on what is being worked out."""
+
+
+class Algebra:
+    """The subschemas that a compilation has met, by number, and what they say.
+
+    Numbers stand for a subschema at a place and the dynamic scope it was reached in, for a
+    constant, or for a choice of literals.
+    """
+
+    def __init__(self, schemas: Schemas, options: SchemaOptions) -> None:
+        self.schemas, self.options = schemas, options
+        self.loose: dict[Unsupported, None] = {}
+        self._nodes: list[Any] = [None, True]
+        self._numbers: dict[Any, int] = {}
+        self._memo: dict[Any, Any] = {}
+        self._open: dict[Any, None] = {}
+
+    # Nodes.
+
+    def node(self, place: Place, scope: tuple[str, ...] = ()) -> int:
+        """The number of a subschema, reached from these resources."""
+        if place.schema is True or place.schema == {}:
+            return TRUE
+        if place.schema is False:
+            return FALSE
+        if self.schemas.uses_dynamic and place.base not in scope:
+            scope = (*scope, place.base)
+        return self._number((place, scope), ("schema", place, scope))
+
+    def constant(self, value: Any, place: Place) -> int:
+        """The number of "equals this value"; the place is for errors."""
+        key = json.dumps(value, sort_keys=True)
+        return self._number(("constant", key), ("constant", value, place))
+
+    def either(self, literals: Iterable[int]) -> int:
+        """The number of "at least one of these"."""
+        parts = tuple(sorted({literal for literal in literals if literal != FALSE}))
+        if len(parts) < 2:
+            return parts[0] if parts else FALSE
+        return TRUE if TRUE in parts else self._number(("either", parts), ("either", parts, None))
+
+    def _number(self, key: Any, node: Any) -> int:
+        if key not in self._numbers:
+            self._numbers[key] = len(self._nodes)
+            self._nodes.append(node)
+            if len(self._nodes) > self.options.max_nodes:
+                raise limit(f"comes to over {self.options.max_nodes} subschemas", "a smaller one")
+        return self._numbers[key]
+
+    def place(self, literal: int) -> Place:
+        """Where a literal comes from."""
+        node = self._nodes[abs(literal)]
+        if isinstance(node, tuple) and node[0] == "either":
+            return self.place(node[1][0])
+        found = next((x for x in node if isinstance(x, Place)), None) if node is not True else None
+        return found or self.schemas.root
+
+    def formula(self, number: int, kind: str) -> Formula:
+        """What a subschema says about values of a type."""
+        key = ("formula", number, kind)
+        if key not in self._memo:
+            self._memo[key] = self._read(number, kind)
+        found: Formula = self._memo[key]
+        return found
+
+    def _read(self, number: int, kind: str) -> Formula:
+        if number == TRUE:
+            return YES
+        name, what, more = self._nodes[number]
+        if name == "either":
+            return Or(tuple(Is(literal) for literal in what))
+        if name == "schema":
+            return Reader(self, what, more, kind).read()
+        if kind in SCALARS:
+            same = kind_of(what) == kind
+            return Reader(self, more, (), kind).constants([what] if same else [])
+        return constant(what, kind, lambda value: self.constant(value, more))
+
+    def weaken(self, what: Unsupported) -> None:
+        """Take note of what is not enforced; refuse it unless that was asked for."""
+        if not self.options.loose:
+            raise UnsupportedSchemaError.of(what)
+        self.loose[what] = None
+
+    def _once(self, key: Any, literal: int, compute: Any) -> Any:
+        """Remember an answer; a question inside its own answer is a reference to itself.
+
+        Unless the question was whether a member can exist: then it stays open (``_Again``).
+        """
+        if key not in self._memo:
+            if key in self._open:
+                later = list(self._open)[list(self._open).index(key) :]
+                if any(other[0] == "empty" for other in later):
+                    raise _Again
+                what = "it leads back to itself without a step into a member"
+                raise self.place(literal).refuse("$ref", what, "a reference inside a member")
+            self._open[key] = None
+            try:
+                self._memo[key] = compute()
+            finally:
+                del self._open[key]
+        return self._memo[key]
+
+    # Scalars: sets.
+
+    def scalar(self, state: State, kind: str, wide: bool = False) -> Scalars:
+        """The scalars of a type that a state allows."""
+        out = _everything(kind)
+        for literal in sorted(state, key=abs):
+            out &= self._literal_set(literal, kind, wide)
+        return out
+
+    def _literal_set(self, literal: int, kind: str, wide: bool) -> Scalars:
+        def compute() -> Scalars:
+            return self._set(self.formula(abs(literal), kind), kind, literal > 0, wide)
+
+        return self._once(("set", literal, kind, wide), literal, compute)
+
+    def _set(self, formula: Formula, kind: str, sign: bool, wide: bool) -> Scalars:
+        """The set of a formula, or of its opposite."""
+        every = _everything(kind)
+        match formula:
+            case And(parts) | Or(parts):
+                sets = [self._set(part, kind, sign, wide) for part in parts]
+                if isinstance(formula, And) == sign:
+                    return _met(sets, every)
+                return _joined(sets, ~every)
+            case Not(part):
+                return self._set(part, kind, not sign, wide)
+            case Is(literal):
+                return self._literal_set(literal if sign else -literal, kind, wide)
+            case Rest(rest, _):
+                return self._set(rest, kind, sign, wide)
+            case Cases(test, then, other):
+                yes, no = (self._literal_set(t, kind, wide) for t in (test, -test))
+                then, other = (then, other) if sign else (-then, -other)
+                first, last = (self._literal_set(t, kind, wide) for t in (then, other))
+                return (yes & first) | (no & last)
+            case OneOf(literals):
+                return self._one_set(literals, kind, sign, wide)
+            case Values(values, narrowed):
+                if narrowed and (wide or not sign):
+                    return every if wide else ~every
+                return values if sign else ~values
+            case Unknown(what):
+                self.weaken(what)
+                return every
+        return every if sign else ~every
+
+    def _one_set(self, literals: Iterable[int], kind: str, sign: bool, wide: bool) -> Scalars:
+        """Exactly one, or its opposite, counting up: none so far, one, some, two or more."""
+        none = _everything(kind)
+        one = some = two = ~none
+        for literal in literals:
+            yes, no = (self._literal_set(t, kind, wide) for t in (literal, -literal))
+            one, two = (one & no) | (none & yes), two | (some & yes)
+            none, some = none & no, some | yes
+        return one if sign else none | two
+
+    # Arrays and objects: branches.
+
+    def branches(self, state: State, kind: str, wide: bool = False) -> list[Branch]:
+        """The ways in which an array or object can satisfy a state."""
+        out: list[Branch] = [()]
+        for literal in sorted(state, key=abs):
+            out = self._cross(out, self._literal_branches(literal, kind, False, wide), kind)
+        return out
+
+    def _literal_branches(self, literal: int, kind: str, exact: bool, wide: bool) -> list[Branch]:
+        def compute() -> list[Branch]:
+            found = self._dnf(self.formula(abs(literal), kind), kind, literal > 0, exact, wide)
+            return found if literal > 0 else _silent(found)
+
+        found: list[Branch] = self._once(("dnf", literal, kind, exact, wide), literal, compute)
+        return found
+
+    def _dnf(self, formula: Formula, kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:  # fmt: skip
+        match formula:
+            case And(parts) | Or(parts) if isinstance(formula, And) == sign:
+                out: list[Branch] = [()]
+                found = [self._dnf(part, kind, sign, exact, wide) for part in parts]
+                for part in sorted(found, key=len):
+                    out = self._cross(out, part, kind)
+                return out
+            case Or(parts, apart) if sign and exact and not apart:
+                return self._told_apart(parts, kind, wide)
+            case And(parts) | Or(parts):
+                return _pruned([b for p in parts for b in self._dnf(p, kind, sign, exact, wide)])
+            case Not(part):
+                return _silent(self._dnf(part, kind, not sign, False, wide))
+            case Is(literal):
+                return self._literal_branches(literal if sign else -literal, kind, exact, wide)
+            case Cases():
+                return self._cases(formula, kind, sign, exact, wide)
+            case OneOf(literals):
+                return self._one_of(literals, kind, sign, exact, wide)
+            case Rest():
+                return self._rest(formula, kind, sign, wide)
+            case Keys(literal):
+                return self._keys(literal, sign, wide)
+            case Unknown(what):
+                self.weaken(what)
+                return [()]
+        return self._atom(formula, kind, sign, exact, wide)
+
+    def _atom(self, atom: Any, kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:
+        if isinstance(atom, META):
+            kept = exact or isinstance(atom, Asked)
+            return [] if not sign else [(atom,)] if kept else [()]
+        if sign:
+            return [] if self._contradicts((atom,), kind) else [(atom,)]
+        if isinstance(atom, Unique):
+            instead = "the allOf, oneOf or not around it spelled out"
+            what = Unsupported(atom.path, "uniqueItems", "its opposite is not enforced", instead)
+            self.weaken(what)
+            return [()]
+        return self._dnf(negated(atom), kind, True, False, wide)
+
+    def _keys(self, literal: int, sign: bool, wide: bool) -> list[Branch]:
+        """``propertyNames``: no key is outside of a set, or some key is."""
+        signed = frozenset([literal if sign else -literal])
+        names = self.scalar(signed, "string", wide).language()
+        if sign:
+            return [(All(complement(names), FALSE),)]
+        return [] if names.empty else [(Some(names, TRUE),)]
+
+    def _told_apart(self, parts: tuple[Formula, ...], kind: str, wide: bool) -> list[Branch]:
+        """A choice, in branches that each tell which of the parts hold that evaluate something."""
+        plain: list[Branch] = []
+        held: list[tuple[list[Branch], bool]] = [([()], False)]
+        for part in parts:
+            yes = self._dnf(part, kind, True, True, wide)
+            if not any(isinstance(atom, META) for branch in yes for atom in branch):
+                plain += yes
+                continue
+            no = _silent(self._dnf(part, kind, False, False, wide))
+            held = [
+                (self._cross(so_far, found, kind), known or found is yes)
+                for so_far, known in held
+                for found in (yes, no)
+            ]
+        out = [branch for so_far, known in held if known for branch in so_far]
+        for so_far, known in held:
+            if not known:
+                out += self._cross(so_far, plain, kind)
+        return _pruned(out)
+
+    def _cases(self, cases: Cases, kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:
+        if sign and not exact and cases.then == cases.other == TRUE:
+            return [()]
+        out: list[Branch] = []
+        for test, then in ((cases.test, cases.then), (-cases.test, cases.other)):
+            one = self._literal_branches(test, kind, exact, wide)
+            two = self._literal_branches(then if sign else -then, kind, exact, wide)
+            out += self._cross(one, two, kind)
+        return _pruned(out)
+
+    def _one_of(self, literals: tuple[int, ...], kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:  # fmt: skip
+        found = {i: self._literal_branches(t, kind, exact, wide) for i, t in enumerate(literals)}
+        large = {i: self._literal_branches(t, kind, False, True) for i, t in enumerate(literals)}
+        meeting = {
+            (i, j): bool(self._cross(large[i], large[j], kind))
+            for i in found
+            for j in found
+            if i < j and large[i] and large[j]
+        }
+        out: list[Branch] = []
+        if sign:
+            for i, branches in found.items():
+                for j, literal in enumerate(literals):
+                    if branches and meeting.get((min(i, j), max(i, j))):
+                        other = self._literal_branches(-literal, kind, False, wide)
+                        branches = self._cross(branches, other, kind)
+                out += branches
+            return _pruned(out)
+        none: list[Branch] = [()]
+        for literal in literals:
+            none = self._cross(none, self._literal_branches(-literal, kind, False, wide), kind)
+        for (i, j), meets in meeting.items():
+            out += self._cross(_silent(found[i]), _silent(found[j]), kind) if meets else []
+        return _pruned(none + out)
+
+    def _rest(self, rest: Rest, kind: str, sign: bool, wide: bool) -> list[Branch]:
+        out = [] if sign else self._dnf(rest.rest, kind, False, False, wide)
+        for branch in self._dnf(rest.rest, kind, True, True, wide):
+            if kind == "object":
+                names = complement(evaluated(branch))
+                left: Formula = YES if names.empty else All(names, rest.literal)
+                mark: Formula = Seen(ANY)
+            else:
+                left, mark = self._items_left(branch, rest.literal), SeenItems(None)
+            if sign:
+                more = self._dnf(And((left, mark)), kind, True, True, wide)
+                out += self._cross([branch], more, kind)
+            else:
+                out += self._cross(
+                    _silent([branch]), self._dnf(left, kind, False, False, wide), kind
+                )
+        return _pruned(out)
+
+    def _items_left(self, branch: Branch, literal: int) -> Formula:
+        seen = [atom for atom in branch if isinstance(atom, SeenItems)]
+        if any(atom.below is None for atom in seen):
+            return YES
+        start = max((atom.below or 0 for atom in seen), default=0)
+        return items_from(start, self.either([literal, *(atom.literal for atom in seen)]))
+
+    def _cross(self, one: list[Branch], two: list[Branch], kind: str) -> list[Branch]:
+        """Both: each branch with each, without those that contradict themselves."""
+        out = []
+        for left in one:
+            for right in two:
+                spend(5 + len(left) + len(right))
+                branch = tuple(dict.fromkeys(left + right))
+                if not (left and right and self._contradicts(branch, kind)):
+                    out.append(branch)
+        return _pruned(out)
+
+    # Emptiness, judged on supersets and to a bounded depth: "not empty" may be wrong, "empty" not.
+
+    def empty(self, state: State) -> bool:
+        """Whether no value satisfies a state, as far as can be seen quickly."""
+        if FALSE in state or any(-literal in state for literal in state):
+            return True
+        key = ("empty", state)
+        if key in self._memo:
+            return bool(self._memo[key])
+        if key in self._open or sum(k[0] == "empty" for k in self._open) > 3:
+            return False
+        self._open[key] = None
+        try:
+            self._memo[key] = all(self._none(state, kind) for kind in KINDS)
+        except _Again:
+            return False
+        finally:
+            del self._open[key]
+        return bool(self._memo[key])
+
+    def _none(self, state: State, kind: str) -> bool:
+        if kind in SCALARS:
+            return bool(self.scalar(state, kind, wide=True).empty)
+        return not self.branches(state, kind, wide=True)
+
+    def _contradicts(self, branch: Branch, kind: str) -> bool:
+        return self._bad_object(branch) if kind == "object" else self._bad_array(branch)
+
+    def _bad_object(self, branch: Branch) -> bool:
+        alls = [atom for atom in branch if isinstance(atom, All)]
+        low, high = size(branch)
+        needed = set[str]()
+        for atom in branch:
+            if not isinstance(atom, Some):
+                continue
+            if (name := single(atom.names)) is not None:
+                needed.add(name)
+                state = {atom.literal} | {a.literal for a in alls if a.names.accepts(name)}
+                if self.empty(frozenset(state - {TRUE})):
+                    return True
+            elif atom.literal == FALSE or atom.names.empty or any(
+                a.literal == FALSE and meet(atom.names, complement(a.names)).empty for a in alls
+            ):  # fmt: skip
+                return True
+        return high is not None and (low > high or len(needed) > high)
+
+    def _bad_array(self, branch: Branch) -> bool:
+        low, high = length(branch)
+        if high is not None and low > high:
+            return True
+        for atom in branch:
+            if not isinstance(atom, Count) or atom.literal == TRUE:
+                continue
+            room = None if high is None else high - atom.start
+            if atom.high is not None and atom.low > atom.high:
+                return True
+            if atom.low and (atom.literal == FALSE or (room is not None and atom.low > room)):
+                return True
+        last = max((a.index + 1 for a in branch if isinstance(a, At)), default=0)
+        last = max([last, *(a.start + 1 for a in branch if isinstance(a, Count))])
+        return any(self.empty(item(branch, i)) for i in range(min(low, last)))
+
+
+def negated(atom: Any) -> Formula:
+    """The opposite of an atom, in atoms."""
+    match atom:
+        case All(names, literal):
+            return NO if literal == TRUE else Some(names, -literal)
+        case Some(names, literal):
+            return All(names, -literal)
+        case Size(low, high):
+            few: Formula = Size(0, low - 1) if low else NO
+            return Or((few, NO if high is None else Size(high + 1, None)))
+        case At(index, literal):
+            return And((At(index, -literal), Count(0, TRUE, index + 1, None)))
+        case Count(start, literal, low, high):
+            few = Count(start, literal, 0, low - 1) if low else NO
+            return Or((few, NO if high is None else Count(start, literal, high + 1, None)))
+    raise AssertionError(atom)
+
+
+def single(names: Language) -> str | None:
+    """The only name of a set, if it is finite and has one."""
+    if isinstance(names, Words) and not names.negated and len(names.words) == 1:
+        return next(iter(names.words))
+    return None
+
+
+def length(branch: Branch) -> tuple[int, int | None]:
+    """The bounds of an array's length."""
+    return bounds(a for a in branch if isinstance(a, Count) and a.literal == TRUE)
+
+
+def size(branch: Branch) -> tuple[int, int | None]:
+    """The bounds of the number of an object's keys."""
+    return bounds(atom for atom in branch if isinstance(atom, Size))
+
+
+def bounds(atoms: Iterable[Count | Size]) -> tuple[int, int | None]:
+    """The bounds of all of them."""
+    low, high = 0, None
+    for atom in atoms:
+        low = max(low, atom.low)
+        high = atom.high if high is None else min(high, high if atom.high is None else atom.high)
+    return low, high
+
+
+def item(branch: Branch, index: int) -> State:
+    """What every item at an index must satisfy."""
+    out = {atom.literal for atom in branch if isinstance(atom, At) and atom.index == index}
+    for atom in branch:
+        if isinstance(atom, Count) and atom.high == 0 and atom.literal != TRUE:
+            out |= {-atom.literal} if index >= atom.start else set()
+    return frozenset(out - {TRUE})
+
+
+def evaluated(branch: Branch) -> Language:
+    """The keys that a branch has evaluated."""
+    out: Language = Words(frozenset())
+    for atom in branch:
+        if isinstance(atom, Seen):
+            out = join(out, atom.names)
+    return out
+
+
+def _pruned(branches: list[Branch]) -> list[Branch]:
+    """Without those that another one already allows."""
+    out = list(dict.fromkeys(branches))
+    if len(out) > MAX_BRANCHES:
+        raise limit(f"comes to over {MAX_BRANCHES} alternatives", "fewer or more distinct branches")
+    if len(out) < 2:
+        return out
+    sets = [frozenset(atom for atom in branch) for branch in out]
+    spend(len(out) * len(out) // 4)
+    return [
+        branch
+        for branch, atoms in zip(out, sets, strict=True)
+        if not any(other < atoms and _marks(other) == _marks(atoms) for other in sets)
+    ]
+
+
+def _marks(atoms: Iterable[Atom]) -> frozenset[Atom]:
+    return frozenset(atom for atom in atoms if isinstance(atom, META))
+
+
+def _silent(branches: list[Branch]) -> list[Branch]:
+    """Without marks: a subschema under ``not`` evaluates nothing."""
+    return _pruned([tuple(a for a in branch if not isinstance(a, META)) for branch in branches])
+
+
+def _everything(kind: str) -> Scalars:
+    if kind == "number":
+        return Numbers(numbers())
+    return ALL_STRINGS if kind == "string" else Choice(UNIVERSES[kind], UNIVERSES[kind])
+
+
+def _met(sets: Iterable[Scalars], out: Scalars) -> Scalars:
+    for each in sets:
+        out &= each
+    return out
+
+
+def _joined(sets: Iterable[Scalars], out: Scalars) -> Scalars:
+    for each in sets:
+        out |= each
+    return out
