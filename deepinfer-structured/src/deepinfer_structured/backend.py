@@ -37,7 +37,7 @@ class XGrammarBackend:
     def __init__(self, context: GrammarContext) -> None:
         self.options = Options.of(context.options)
         self.vocabulary = Vocabulary(context.tokenizer, context.vocab_size)
-        self._words = -(-context.vocab_size // 32)
+        self._size = context.vocab_size
         self._compiled = MemoryCache(self.options.cache_bytes)
         self._disk = DiskCache(context.cache_dir) if self.options.disk_cache else None
         self._sources = Recent[Source](_REMEMBERED)
@@ -154,8 +154,8 @@ class XGrammarBackend:
 
         inner = xgrammar.GrammarMatcher(compiled.grammar)
         if not compiled.loose:
-            return Matcher(inner, self._words, ends)
-        return Matcher(inner, self._words, ends, self.vocabulary.tokens, self._validator(spec))
+            return Matcher(inner, self._size, ends)
+        return Matcher(inner, self._size, ends, self.vocabulary.tokens, self._validator(spec))
 
     def _validator(self, spec: Any) -> Callable[[bytes], str | None]:
         def validate(text: bytes) -> str | None:

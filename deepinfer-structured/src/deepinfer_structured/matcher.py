@@ -26,24 +26,24 @@ class Matcher:
 
     Args:
         inner: an ``xgrammar.GrammarMatcher`` of a grammar without end tokens.
-        words: int32 words of a mask row.
+        size: columns of the logits.
         ends: ids that end the text.
         tokens: what each id spells; wanted where ``validate`` is.
         validate: looks at the whole text when it has ended, if its grammar is larger than its spec.
     """
 
-    __slots__ = ("_done", "_ends", "_tokens", "_validate", "_written", "inner", "words")
+    __slots__ = ("_done", "_ends", "_size", "_tokens", "_validate", "_written", "inner")
 
     def __init__(
         self,
         inner: Any,
-        words: int,
+        size: int,
         ends: frozenset[int],
         tokens: Sequence[bytes] = (),
         validate: Validator | None = None,
     ) -> None:
         self.inner = inner
-        self.words = words
+        self._size = size
         self._ends = ends
         self._tokens = tokens
         self._validate = validate
@@ -70,7 +70,7 @@ class Matcher:
                     raise RuntimeError(f"xgrammar allows token {draft} and refuses it")
                 moved += 1
                 self.inner.fill_next_token_bitmask(rows, legal)
-                if self.allow_ends(rows[legal]) and not rows[legal].any():
+                if self.allow_ends(rows[legal]) and not self._any(rows[legal]):
                     rows[legal] = -1
                     break
         finally:
@@ -79,7 +79,7 @@ class Matcher:
         return legal
 
     def _allows(self, row: NDArray[np.int32], token: int) -> bool:
-        return 0 <= token < 32 * self.words and bool(row[token // 32] >> token % 32 & 1)
+        return 0 <= token < self._size and bool(row[token // 32] >> token % 32 & 1)
 
     def allow_ends(self, row: NDArray[np.int32]) -> bool:
         """Whether the text may end here; its end ids are allowed then."""
@@ -87,7 +87,7 @@ class Matcher:
             return False
         words = row.view(np.uint32)
         for token in self._ends:
-            if token < 32 * self.words:
+            if token < self._size:
                 words[token // 32] |= np.uint32(1 << token % 32)
         return True
 
@@ -109,15 +109,20 @@ class Matcher:
         """The text may end here, and no token may follow."""
         if not self.inner.is_completed():
             return False
-        row = np.empty((1, self.words), np.int32)
+        row = np.empty((1, -(-self._size // 32)), np.int32)
         self.inner.fill_next_token_bitmask(row, 0)
-        return not row.any()
+        return not self._any(row[0])
+
+    def _any(self, row: NDArray[np.int32]) -> bool:
+        """Some id is allowed; bits behind the last one do not count."""
+        behind = -self._size % 32
+        return bool(row[:-1].any() or row.view(np.uint32)[-1] << np.uint32(behind))
 
     def done(self) -> bool:
         return self._done
 
     def fork(self) -> Matcher:
-        twin = Matcher(self.inner.fork(), self.words, self._ends, self._tokens, self._validate)
+        twin = Matcher(self.inner.fork(), self._size, self._ends, self._tokens, self._validate)
         twin._written = bytearray(self._written)
         twin._done = self._done
         return twin

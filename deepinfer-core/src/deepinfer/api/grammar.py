@@ -45,7 +45,7 @@ class Grammar(Protocol):
         Args:
             rows: int32[1+len(drafts), ⌈V/32⌉], bit v%32 of word v//32 set if id v may come next.
                 Row 0 is for the state as it is, row j for the state behind the first j drafts.
-                Rows behind an illegal draft may hold anything. Bits of padding are 0.
+                Rows behind an illegal draft and bits behind the vocabulary may hold anything.
             drafts: ids that may be emitted next, in order.
 
         Returns:

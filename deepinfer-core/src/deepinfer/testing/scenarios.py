@@ -11,9 +11,11 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepinfer.api.grammar import GrammarBackend
 from deepinfer.api.plan import Delta, Request
 from deepinfer.config import EngineConfig
 from deepinfer.engine.engine import Engine
@@ -22,13 +24,30 @@ from deepinfer.engine.policy import FCFSPolicy, PriorityPolicy
 from deepinfer.engine.request import mix
 from deepinfer.sampling_params import SamplingParams
 from deepinfer.testing.fake import FakeExecutor, FakeScript
-from deepinfer.testing.naive import Answer, naive
+from deepinfer.testing.naive import Answer, Oracle, naive, toy_grammar
 from deepinfer.testing.stateful import StateExecutor, StateScript
 from deepinfer.testing.toy import MemoryStore, ToyGrammar, ToyGrammarBackend, ToyTokenizer
 
 EOS = frozenset({0})
 STOPS = ("ab", "bca", "c a", "é", "aba", "€", "b\n", "xa", "bb", "caba", "a")
 TOKENIZER = ToyTokenizer()
+
+
+@dataclass(frozen=True)
+class Grammars:
+    """What constrained requests are given, and how the naive loop reads it.
+
+    ``specs``: one is drawn for each; ``chance``: that a request is constrained; ``backend`` is made
+    for a vocabulary's size.
+    """
+
+    specs: Sequence[Any]
+    backend: Callable[[int], GrammarBackend]
+    oracle: Callable[[Request, int], Oracle]
+    chance: float
+
+
+TOY = Grammars((4, 5), ToyGrammarBackend, toy_grammar, 0.2)
 
 
 @dataclass
@@ -40,6 +59,7 @@ class Scenario:
     config: dict[str, Any]
     requests: list[Request]
     tiers: bool
+    grammars: Grammars = TOY
     answers: list[Answer] = field(default_factory=list)
 
 
@@ -63,7 +83,7 @@ class Tally:
 # Making a scenario.
 
 
-def make(number: int, stateful: bool = False) -> Scenario:
+def make(number: int, stateful: bool = False, grammars: Grammars = TOY) -> Scenario:
     """The scenario of this number, with the naive loop's answers.
 
     ``stateful``: the model keeps state, prompts are longer, and some go on where another ended.
@@ -92,14 +112,14 @@ def make(number: int, stateful: bool = False) -> Scenario:
         "enable_prefix_caching": rng.random() < 0.9,
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
     }
-    scenario = Scenario(number, script, config, [], tiers=rng.random() < 0.3)
+    scenario = Scenario(number, script, config, [], rng.random() < 0.3, grammars)
     longest = 24 if stateful else 14
     common = [rng.choice(TOKENIZER.whole) for _ in range(longest - 2)]
     for k in range(rng.randint(1, 10)):
         past = _past(rng, scenario, longest) if stateful else None
-        made = _requests(rng, f"r{k}", past or common, script, longest, past is not None)
+        made = _requests(rng, f"r{k}", past or common, scenario, longest, past is not None)
         scenario.requests.extend(made)
-        scenario.answers.extend([naive(request, script) for request in made])
+        scenario.answers.extend([naive(r, script, grammars.oracle) for r in made])
     return scenario
 
 
@@ -127,17 +147,18 @@ def _requests(
     rng: random.Random,
     name: str,
     common: list[int],
-    script: FakeScript,
+    scenario: Scenario,
     longest: int = 14,
     whole: bool = False,
 ) -> list[Request]:
     """One request, or the samples of one prompt. ``whole``: all of ``common`` begins it."""
+    script, grammars = scenario.script, scenario.grammars
     length = rng.randint(1 + whole * len(common), longest)
     prompt = common if whole else common[: rng.randint(0, min(length, longest - 2))]
     prompt = prompt + [rng.choice(TOKENIZER.whole) for _ in range(length - len(prompt))]
     params = _params(rng, script.vocab_size)
     row = to_row_params(params, length, EOS, script.vocab_size, TOKENIZER.encode)
-    structured = rng.choice([4, 5]) if rng.random() < 0.2 else None
+    structured = rng.choice(grammars.specs) if rng.random() < grammars.chance else None
     priority, salt = rng.randint(0, 3), rng.choice(["", "", "", "other"])
     return [
         Request(
@@ -242,8 +263,9 @@ def build(
     executor = executor_type(scenario.script)
     facts = executor.start()
     store = MemoryStore(executor.kv, scenario.number)
-    backend = ToyGrammarBackend(scenario.script.vocab_size)
-    backend.grammar = grammar_type
+    backend = scenario.grammars.backend(scenario.script.vocab_size)
+    if isinstance(backend, ToyGrammarBackend):
+        backend.grammar = grammar_type
     priority = scenario.config["scheduling_policy"] == "priority"
     engine = Engine(
         EngineConfig(**scenario.config, overlap=overlap),
