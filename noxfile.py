@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent
 CORE = ROOT / "deepinfer-core"
 CUDA = ROOT / "deepinfer-backend-cuda"
 STRUCTURED = ROOT / "deepinfer-structured"
+SPECULATIVE = ROOT / "deepinfer-speculative"
 SAMPLE = ROOT / "tests" / "plugins" / "deepinfer-backend-sample"
 SHARED = ROOT / ".nox" / "core"
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -57,6 +58,7 @@ def types(session: nox.Session) -> None:
         "deepinfer-core/src/deepinfer",
         "deepinfer-backend-cuda/src/deepinfer_backend_cuda",
         "deepinfer-structured/src/deepinfer_structured",
+        "deepinfer-speculative/src/deepinfer_speculative",
     )
     session.run(python, "-m", "mypy", *where, external=True)
 
@@ -156,7 +158,7 @@ def dist(session: nox.Session) -> None:
     wheels = ROOT / "dist"
     shutil.rmtree(wheels, ignore_errors=True)
     session.install("build", env=bound())
-    for project in (CORE, STRUCTURED):
+    for project in (CORE, STRUCTURED, SPECULATIVE):
         build = ("-m", "build", "-q", "-o", str(wheels), str(project))
         session.run("python", *build, env=bound())
     built = [str(path) for path in wheels.glob("*.whl")]
@@ -214,13 +216,13 @@ def shared(session: nox.Session) -> str:
     """
     python = SHARED / ("Scripts" if os.name == "nt" else "bin") / "python"
     install = (str(python), "-m", "pip", "install", "-qq")
-    made = [CORE / "pyproject.toml", STRUCTURED / "pyproject.toml"]
+    made = [project / "pyproject.toml" for project in (CORE, STRUCTURED, SPECULATIVE)]
     pins = [*made, CORE / "setup.py", CONSTRAINTS]
     if stale("made-from", pins):
         session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
         wanted = (f"{CORE}[test,transformers]", "mypy")
-        structured = ("-e", f"{STRUCTURED}[test]")
-        session.run(*install, "-e", *wanted, *structured, external=True, env=bound())
+        more = ("-e", f"{STRUCTURED}[test]", "-e", str(SPECULATIVE))
+        session.run(*install, "-e", *wanted, *more, external=True, env=bound())
         note("made-from", pins)
     elif stale("compiled-from", native()):
         session.run(*install, "--no-deps", "-e", str(CORE), external=True, env=bound())

@@ -138,8 +138,12 @@ class SlotView(Protocol):
 
     ``tokens`` int32[slots, width]: each text, and drafts behind it; ``pages`` int32[slots, P];
     ``length``, ``limit``, ``seed``, ``top_k`` int64[slots]; ``temperature`` (0: greedy), ``top_p``,
-    ``min_p`` float32[slots]. A text of length n has its anchor at position n − 1.
+    ``min_p`` float32[slots]. A text of length n has its anchor at position n − 1. ``longest``: no
+    text is longer (on the host; so many columns of ``tokens`` are enough).
     """
+
+    @property
+    def longest(self) -> int: ...
 
     @property
     def tokens(self) -> torch.Tensor: ...

@@ -89,6 +89,11 @@ class SlotTable:
         slots = rows[:, 0]
         self.bound[slots] = np.minimum(self.bound[slots] + gain, self._limit[slots])
 
+    @property
+    def longest(self) -> int:
+        """No text is longer after the steps so far; at least 1."""
+        return max(1, int(self.bound.max(initial=1)))
+
     def params_of(self, slots: Sequence[int]) -> list[RowParams]:
         """The parameters of running requests."""
         found = [self.params[slot] for slot in slots]

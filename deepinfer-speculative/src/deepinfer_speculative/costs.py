@@ -1,0 +1,206 @@
+"""What a step costs: tables measured at start on the device in use, kept on disk. Spec 4.2, 4.3.
+
+A step of M token rows without drafts takes ``plain[M]`` seconds, one whose rows include drafts
+``verify[M]``, and drafting for R requests behind it ``draft[R]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from deepinfer.api.speculative import StepShape
+from deepinfer.errors import ConfigError
+from numpy.typing import ArrayLike, NDArray
+
+log = logging.getLogger(__name__)
+
+VERSION: Final = 1
+Floats = NDArray[np.float64]
+Measure = Callable[[Sequence[StepShape]], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds by size, from points of ascending size.
+
+    Up to ``tier_limit``, the largest size that runs as a graph, a size costs what the next point at
+    or above it costs: graphs are padded. Beyond, cost is linear between points beyond it, and below
+    the first of those it is that of the first (leaving graphs is a jump). Behind the last point it
+    goes on as steeply as between the last two, or in proportion where there is one. A larger size
+    never costs less: where it was measured so, the running maximum stands.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    tier_limit: int = 0
+
+    def __post_init__(self) -> None:
+        good = len(self.sizes) == len(self.seconds) > 0
+        good = good and all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False))
+        if not good or self.sizes[0] < 0 or not all(0 <= s < float("inf") for s in self.seconds):
+            raise ConfigError(
+                "A cost curve needs points of ascending size, each with seconds of 0 or more: "
+                f"sizes {list(self.sizes)}, seconds {list(self.seconds)}.",
+                setting="speculative",
+            )
+
+    def __call__(self, size: ArrayLike) -> Floats:
+        """float64 of the same shape."""
+        asked = np.asarray(size, np.float64)
+        x = np.asarray(self.sizes, np.float64)
+        y = np.maximum.accumulate(np.asarray(self.seconds, np.float64))
+        tiers = int(np.searchsorted(x, self.tier_limit, "right"))
+        found = np.empty_like(asked)
+        low = asked <= (x[tiers - 1] if tiers else -np.inf)
+        found[low] = y[np.searchsorted(x, asked[low], "left")]
+        high = ~low
+        if tiers < len(x):
+            found[high] = np.interp(asked[high], x[tiers:], y[tiers:])
+        else:
+            found[high] = y[-1]
+        beyond = asked > x[-1]
+        if len(x) > 1:
+            slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+            found[beyond] = y[-1] + slope * (asked[beyond] - x[-1])
+        else:
+            found[beyond] = y[-1] * asked[beyond] / max(x[-1], 1.0)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """All three curves."""
+
+    plain: CostCurve
+    verify: CostCurve
+    draft: CostCurve
+
+    def steps(self, tokens: int, drafts: int, requests: int, propose: bool) -> Floats:
+        """Seconds of steps with ``tokens`` other rows and 0 … ``drafts`` draft rows."""
+        sizes = np.arange(tokens, tokens + drafts + 1)
+        seconds = self.verify(sizes)
+        seconds[:1] = self.plain(sizes[:1])
+        return seconds + (float(self.draft(np.array(requests))) if propose else 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers and lists."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, said: Any) -> CostTable:
+        """What ``to_json`` wrote.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            curves = {
+                name: CostCurve(
+                    tuple(map(int, said[name]["sizes"])),
+                    tuple(map(float, said[name]["seconds"])),
+                    int(said[name].get("tier_limit", 0)),
+                )
+                for name in ("plain", "verify", "draft")
+            }
+            version = said["version"]
+        except (KeyError, TypeError, ValueError, AttributeError) as why:
+            raise ConfigError(f"This is no cost table: {why!r}.", setting="speculative") from None
+        if version != VERSION:
+            raise ConfigError(
+                f"The cost table has version {version!r}, not {VERSION}.", setting="speculative"
+            )
+        return cls(**curves)
+
+
+def load(path: Path) -> CostTable:
+    """A table that the user names.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return CostTable.from_json(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError) as why:
+        raise ConfigError(
+            f"speculative: costs={str(path)!r} cannot be read: {why}.", setting="speculative"
+        ) from None
+
+
+def cached(folder: Path, identity: str, measure: Callable[[], CostTable]) -> CostTable:
+    """The table kept for this identity, or a new one, which is kept if the disk lets it be."""
+    name = hashlib.sha256(f"{VERSION} {identity}".encode()).hexdigest()[:32]
+    path = folder / f"costs-{name}.json"
+    try:
+        return CostTable.from_json(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, ConfigError):
+        pass
+    table = measure()
+    try:
+        _write(path, json.dumps({**table.to_json(), "of": identity}, indent=1))
+    except OSError as why:
+        log.info("Measured costs are not kept: %s", why)
+    return table
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, whoever else writes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def profile(
+    measure: Measure, gamma: int, max_requests: int, max_tokens: int, budget: float
+) -> CostTable:
+    """Time steps of 1, 2, 4, … requests without drafts, with all drafts, and drafting again.
+
+    It ends with the size that has brought it past ``budget`` seconds; what is larger is
+    extrapolated. Sizes stay within ``max_requests`` and ``max_tokens`` rows.
+    """
+    began = time.monotonic()
+    plain: dict[int, float] = {}
+    verify: dict[int, float] = {}
+    draft: dict[int, float] = {}
+    for n in _sizes(min(max_requests, 128)):
+        shapes = [StepShape(n, 0, False)]
+        if n * (1 + gamma) <= max(max_tokens, 1 + gamma):
+            shapes += [StepShape(n, n * gamma, propose) for propose in (False, True)]
+        if n == 1 and gamma > 2:
+            shapes += [StepShape(1, k, False) for k in (1, 2)]
+        seconds = dict(zip(shapes, measure(shapes), strict=True))
+        plain[n] = seconds[shapes[0]]
+        for shape, took in seconds.items():
+            if shape.drafts and not shape.propose:
+                verify[n + shape.drafts] = took
+        if len(shapes) > 2:
+            draft[n] = max(0.0, seconds[shapes[2]] - seconds[shapes[1]])
+        if time.monotonic() - began > budget:
+            break
+    return CostTable(_curve(plain), _curve(verify), _curve(draft))
+
+
+def _sizes(most: int) -> Iterable[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
+
+
+def _curve(points: dict[int, float]) -> CostCurve:
+    return CostCurve(tuple(sorted(points)), tuple(points[size] for size in sorted(points)))

@@ -1,0 +1,114 @@
+"""What a planner knows of drafts: the confidences of each request's last blocks, and how far they
+can be believed. :class:`Outlook`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from deepinfer.api.speculative import DraftsLanded, DraftView
+
+Floats = NDArray[np.float64]
+DECAY: Final = 0.98
+"""What a step leaves of the weight of those before it."""
+DOUBT: Final = 2.0
+"""Weight of the belief that confidences are right, in verified drafts."""
+
+
+class Outlook:
+    """Expected survivals, request by request, from what has arrived.
+
+    A block's survival is what its drafter said (1 where it said nothing, 0 where it drafted
+    nothing), times a factor for each position: drafts that stood over drafts that were said to
+    stand, of late. So a drafter without confidences, or with crude ones, is corrected by facts.
+
+    Args:
+        gamma: the draft length.
+        exact: the equality rule: any block may be looked at. Else the block that the step will
+            verify may not, nor anything that was made of its tokens.
+    """
+
+    def __init__(self, gamma: int, exact: bool) -> None:
+        self.gamma = gamma
+        self._exact = exact
+        self._blocks: dict[int, deque[Floats]] = {}
+        self._stood = np.full(gamma, DOUBT)
+        self._said = np.full(gamma, DOUBT)
+        self._mean = np.cumprod(np.full(gamma, 0.7))
+        self.seen = 0
+
+    def observe(self, landed: DraftsLanded) -> None:
+        """A step's confidences, and what became of the drafts that it verified."""
+        out = landed.out
+        if out.drafts is None:
+            return
+        if out.verified is not None and landed.decodes:
+            self._learn(landed, out.verified[: landed.decodes])
+        emitted = out.counts > 0
+        said: Floats = np.ones((len(out.counts), self.gamma))
+        if out.confidence is not None:
+            sure = np.nan_to_num(out.confidence.astype(np.float64))
+            said = np.cumprod(sure, axis=1).astype(np.float64)
+        if out.drafted is not None:
+            said[np.arange(self.gamma) >= out.drafted[:, None]] = 0.0
+        for i in np.flatnonzero(emitted).tolist():
+            self._blocks.setdefault(landed.generations[i], deque(maxlen=2)).append(said[i])
+
+    def _learn(self, landed: DraftsLanded, verified: NDArray[np.int32]) -> None:
+        """The newest block of each request is the one whose drafts this step ran."""
+        position = np.arange(self.gamma)
+        stood, said = np.zeros(self.gamma), np.zeros(self.gamma)
+        for i in np.flatnonzero(verified > 0).tolist():
+            blocks = self._blocks.get(landed.generations[i])
+            count = int(landed.out.counts[i])
+            if not blocks or not count:
+                continue
+            ran = position < verified[i]
+            stood += ran & (position < count - 1)
+            said += np.where(ran, blocks[-1], 0.0)
+            self.seen += 1
+        if said.any():
+            self._stood = DOUBT + DECAY * (self._stood - DOUBT) + stood
+            self._said = DOUBT + DECAY * (self._said - DOUBT) + said
+            rate = np.where(said > 0, self._stood / self._said, 0.0)
+            share = said / max(float((verified > 0).sum()), 1.0)
+            self._mean += np.where(said > 0, 0.05 * (np.minimum(rate * share, 1.0) - self._mean), 0)
+
+    @property
+    def factor(self) -> Floats:
+        """float64[γ]: what stood over what was said to stand."""
+        ratio: Floats = np.minimum(self._stood / self._said, 2.0)
+        return ratio
+
+    def survival(self, requests: Sequence[DraftView]) -> Floats:
+        """float64[R, γ], not increasing along a row.
+
+        A request of which no block has arrived counts as certain: all its drafts are verified, and
+        then it is known.
+        """
+        found = np.ones((len(requests), self.gamma))
+        known = np.zeros(len(requests), bool)
+        for i, r in enumerate(requests):
+            blocks = self._blocks.get(r.generation)
+            live = not self._exact and r.rows_ahead == 0
+            if blocks and len(blocks) > live:
+                found[i], known[i] = blocks[-1 - live], True
+        scaled = np.where(known[:, None], found * self.factor, found)
+        result: Floats = np.minimum.accumulate(np.minimum(scaled, 1.0), axis=1)
+        return result
+
+    def usual(self, requests: int) -> Floats:
+        """The same for requests of which nothing is known: what is usual of late."""
+        return np.tile(np.minimum.accumulate(np.clip(self._mean, 0.0, 1.0)), (requests, 1))
+
+    def forget(self, requests: Sequence[DraftView]) -> None:
+        """Keep only what is known of these."""
+        if len(self._blocks) > 2 * len(requests) + 64:
+            running = {r.generation for r in requests}
+            self._blocks = {g: b for g, b in self._blocks.items() if g in running}

@@ -1,0 +1,49 @@
+"""How long steps really take, against the table: :class:`Pace`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FOLLOW: Final = 0.1
+"""Weight of a new step in the running ratio."""
+LONGEST: Final = 64
+"""Steps that may be on their way; more were given up."""
+
+
+class Pace:
+    """Running ratios of measured to predicted seconds, of steps with and without drafting.
+
+    A table is measured on short texts and on a quiet machine; the ratio carries what is different,
+    so that drafting and not drafting are compared as they are. A step lasts from the answer before
+    it, or from its own planning where the device had nothing to do, to its own.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = {True: 1.0, False: 1.0}
+        self._counts = {True: 0, False: 0}
+        self._open: dict[int, tuple[bool, float, float]] = {}
+        self._last = 0.0
+
+    def expect(self, step: int, now: float, seconds: float, drafting: bool) -> None:
+        """A step was planned; ``seconds``: by the table."""
+        if len(self._open) > LONGEST:
+            self._open.clear()
+        self._open[step] = (drafting, seconds, now)
+
+    def landed(self, step: int, now: float) -> None:
+        """Its answer is here."""
+        expected = self._open.pop(step, None)
+        began = self._last
+        self._last = now
+        if expected is None or expected[1] <= 0:
+            return
+        drafting, seconds, planned = expected
+        took = now - max(began, planned)
+        old = self.ratio[drafting]
+        new = min(max(took / seconds, 0.25 * old), 4.0 * old)
+        self._counts[drafting] += 1
+        weight = max(FOLLOW, 1.0 / (1 + self._counts[drafting]))
+        self.ratio[drafting] = old + weight * (new - old)
+        other = not drafting
+        if not self._counts[other]:
+            self.ratio[other] = self.ratio[drafting]  # the best guess until it is seen

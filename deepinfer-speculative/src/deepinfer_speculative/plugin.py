@@ -1,0 +1,26 @@
+"""The window: what ``speculative=…`` can name. Standard library and ``deepinfer.api`` only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from deepinfer.api import Spec, SpeculatorSpec, hookimpl
+
+PLANNER: Final = "deepinfer_speculative.planner:Planner"
+RATIO: Final = "deepinfer_speculative.ratio:RatioVerifier"
+PLANNING: Final = ("costs", "profile_seconds", "min_gain", "walk")
+"""Options of the planner, which every method has."""
+
+
+@hookimpl
+def deepinfer_provide() -> list[Spec]:
+    """One speculator for each way to draft; planner and rules are the same."""
+    return [
+        SpeculatorSpec(
+            name="ngram",
+            planner=PLANNER,
+            drafter="deepinfer_speculative.ngram:NgramDrafter",
+            verifier=RATIO,
+            options=(*PLANNING, "prompt_lookup_max", "prompt_lookup_min"),
+        )
+    ]
