@@ -65,6 +65,7 @@ def create_app(service: Service) -> ASGIApp:
     if service.config.page:
         _page(api)
     api.add_exception_handler(HTTPException, _http_error)
+    api.add_exception_handler(Exception, _fault)
     api.openapi = _document(api)  # type: ignore[method-assign]
     admission = Admission(api, service, frozenset((*_WRITERS, *_QUESTIONS)))
     known = frozenset(route.path for route in api.routes if hasattr(route, "path"))
@@ -222,6 +223,11 @@ def _file(name: str) -> Callable[..., Any]:
         return FileResponse(_PAGE / name, headers=_SELF_ONLY)
 
     return endpoint
+
+
+async def _fault(request: Request, why: Exception) -> Response:
+    """Our own fault: said without its contents; ``Access`` logs them."""
+    return error_response(why, request.url.path)
 
 
 async def _http_error(request: Request, why: Exception) -> Response:

@@ -8,6 +8,7 @@ touched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -81,7 +82,8 @@ class Server:
             return
         stopping = self._stopping
         self._force = self._force or stopping.is_set()
-        self._loop.call_soon_threadsafe(stopping.set)
+        with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+            self._loop.call_soon_threadsafe(stopping.set)
 
     async def serve(self) -> None:
         """Until :meth:`stop`. The engine stays open; it belongs to who opened it."""

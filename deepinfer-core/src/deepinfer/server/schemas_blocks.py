@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from deepinfer.server.schemas import Body, JsonSchema, Part, Temperature, Text
 
@@ -239,7 +239,18 @@ class ReasoningItem(Part):
     status: str | None = None
 
 
-Item = MessageItem | CallItem | ResultItem | ReasoningItem
+def _kind(item: Any) -> Any:
+    """Messages may come without a type."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
 
 
 class FlatTool(Part):

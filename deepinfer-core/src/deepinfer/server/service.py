@@ -174,7 +174,14 @@ class Service:
 
     async def in_thread(self, job: Callable[[], _T]) -> _T:
         """Run what takes long with one request."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, job)
+
+        def guarded() -> _T:
+            try:
+                return job()
+            except StopIteration as why:  # no future can hold one: the caller would wait for ever
+                raise RuntimeError("a job ended with StopIteration") from why
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, guarded)
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a model that is not served here."""
