@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _REMEMBERED: Final = 256  # sources and refusals
-_LARGE: Final = 100_000  # characters of a grammar of ours beyond which it may take seconds
+_LARGE: Final = 100_000  # characters of a grammar of ours that may take many seconds to compile
+_MANY: Final = 256  # rules of ours beyond which masks are made when a text first needs them
 
 
 class XGrammarBackend:
@@ -109,14 +110,21 @@ class XGrammarBackend:
             return None
 
     def _compile(self, source: Source, kind: str) -> tuple[Any, str | None]:
-        """The compiled grammar, and its text if it came as one."""
-        if source.foreign or len(source.text) > _LARGE:
+        """The compiled grammar, and its text if it came as one.
+
+        All masks that the vocabulary alone decides are made here, beside the steps: some
+        milliseconds a rule. Of a grammar of very many rules that would take too long.
+        """
+        lazy = not source.foreign and source.text.count("\n") > _MANY
+        if source.foreign or (len(source.text) > _LARGE and not lazy):
             text = self._compile_apart(source, kind)
             return self._read(text), text
         import xgrammar
 
         info = self.vocabulary.info
-        compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        compiler = xgrammar.GrammarCompiler(
+            info, max_threads=1, cache_enabled=False, enable_dynamic_compilation=lazy
+        )
         try:
             return compiler.compile_grammar(source.text), None
         except RuntimeError as why:

@@ -11,11 +11,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from deepinfer.errors import InvalidRequestError
 
 from deepinfer_structured.options import Options
+from deepinfer_structured.schema import (
+    SchemaOptions,
+    compile_choice,
+    compile_regex,
+    compile_schema,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +83,22 @@ def source_of(spec: Any, options: Options) -> Source:
 
 
 def _json(spec: Any, options: Options) -> Source:
-    import xgrammar
-
-    text = xgrammar.Grammar.from_json_schema(spec.rule, max_whitespace_cnt=2)
-    return Source(str(text), loose=spec.on_unsupported == "validate")
+    loose = spec.on_unsupported == "validate"
+    compiled = compile_schema(spec.rule, _schema_options(spec, options, loose))
+    return Source(compiled.ebnf, loose=bool(compiled.loose))
 
 
 def _json_object(spec: Any, options: Options) -> Source:
-    import xgrammar
-
-    return Source(str(xgrammar.Grammar.builtin_json_grammar()))
+    compiled = compile_schema({"type": "object"}, _schema_options(spec, options, False))
+    return Source(compiled.ebnf)
 
 
 def _regex(spec: Any, options: Options) -> Source:
-    import xgrammar
-
-    try:
-        return Source(str(xgrammar.Grammar.from_regex(spec.rule)))
-    except RuntimeError as why:
-        raise InvalidRequestError(f"regex: {why}", setting="so_args.schema") from None
+    return Source(compile_regex(spec.rule).ebnf)
 
 
 def _choice(spec: Any, options: Options) -> Source:
-    return Source("root ::= " + " | ".join(map(literal, spec.rule)))
+    return Source(compile_choice(spec.rule).ebnf)
 
 
 def _ebnf(spec: Any, options: Options) -> Source:
@@ -110,15 +109,14 @@ def _structural_tag(spec: Any, options: Options) -> Source:
     return Source(json.dumps(spec.rule), tag=True, foreign=True)
 
 
-def literal(text: str) -> str:
-    """A text as an EBNF literal."""
-    return '"' + "".join(map(_character, text)) + '"'
-
-
-def _character(char: str) -> str:
-    if char in '"\\':
-        return "\\" + char
-    return char if " " <= char <= "~" else f"\\U{ord(char):08x}"
+def _schema_options(spec: Any, options: Options, loose: bool) -> SchemaOptions:
+    return SchemaOptions(
+        loose=loose,
+        max_whitespace=whitespace_of(spec, options),
+        integer_digits=digits_of(spec, options),
+        additional_properties=cast("Any", options.additional_properties),
+        formats=cast("Any", options.formats),
+    )
 
 
 _WRITERS: Mapping[str, Any] = {

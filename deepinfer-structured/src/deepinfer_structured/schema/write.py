@@ -65,9 +65,26 @@ class Rules:
             fitting = (w for w in sorted(language.words) if within(len(w), low, high))
             return [(text,) for word in fitting for text in spellings(word)]
         if language == Words(frozenset(), negated=True):
-            return [('"', Repeat(self.characters(SIGMA).key, low, high), '"')]
+            return [('"', self.any_string(low, high))]
         machine = automaton(bounded(language, low, high))
-        return [('"', self.walk(machine, quoted=True), '"')]
+        return [('"', self.walk(machine, quoted=True))]
+
+    def any_string(self, low: int, high: int | None) -> Ref:
+        """``low`` to ``high`` characters and the closing quote: a rule for each that is counted.
+
+        A character and what follows it stand in one rule, never in two, and never repeated: a token
+        of several characters stays inside the rule then, and xgrammar knows its mask beforehand.
+        Otherwise each mask would try most of the vocabulary.
+        """
+        last = low if high is None else high
+        for left in range(last + 1):  # characters that are still counted
+            key = ("string", left, max(0, left - last + low), high is None)
+            lines: list[Sequence_] = [('"',)] if last - left >= low else []
+            if left or high is None:
+                after = ("string", max(0, left - 1), max(0, left - 1 - last + low), high is None)
+                lines += [(*line, Ref(after)) for line in self.characters(SIGMA)]
+            self.add(key, lines)
+        return Ref(("string", last, low, high is None))
 
     def texts(self, language: Language) -> list[Sequence_]:
         """The words of a language as they are."""
@@ -76,7 +93,10 @@ class Rules:
         return [(self.walk(automaton(language), quoted=False),)]
 
     def walk(self, machine: Automaton, quoted: bool) -> Ref:
-        """A rule for each state: a character, then the state that it leads to."""
+        """A rule for each state: a character, then the state that it leads to.
+
+        Of a JSON string the closing quote is part of it.
+        """
         number = self.machines.setdefault(machine, len(self.machines))
         for state, edges in enumerate(machine.edges):
             grouped: dict[int, list[Range]] = {}
@@ -84,13 +104,15 @@ class Rules:
                 grouped.setdefault(target, []).append((first, last))
             lines: list[Sequence_] = []
             for target, ranges in grouped.items():
-                char = self.characters(tuple(ranges)) if quoted else Chars(tuple(ranges))
-                lines.append((char, Ref(("state", quoted, number, target))))
-            lines += [()] if state in machine.final else []
+                plain: list[Sequence_] = [(Chars(tuple(ranges)),)]
+                chars = self.characters(tuple(ranges)) if quoted else plain
+                lines += [(*char, Ref(("state", quoted, number, target))) for char in chars]
+            end: Sequence_ = ('"',) if quoted else ()
+            lines += [end] if state in machine.final else []
             self.add(("state", quoted, number, state), lines)
         return Ref(("state", quoted, number, 0))
 
-    def characters(self, ranges: tuple[Range, ...]) -> Ref:
+    def characters(self, ranges: tuple[Range, ...]) -> list[Sequence_]:
         """One character of a JSON string; escaped where it must be, and a little where it may."""
         raw, lines = [], list[Sequence_]()
         for first, last in ranges:
@@ -100,15 +122,14 @@ class Rules:
                     lines += [("\\" + SHORT[code],)] if code in SHORT else []
                     lines += [(f"\\u{code:04x}",)] if code < 32 else []
         raw = [(first, last) for first, last in raw if first <= last]
-        if raw:
-            lines.append((Chars(tuple(raw)),))
         if ranges[-1][1] == SIGMA[-1][1] and any(a <= 0x80 and b == 0xD7FF for a, b in ranges):
             lines.append(("\\u", self.unicode()))
             if ranges == SIGMA:
                 hexadecimal = Chars(HEX)
                 lines.append(("\\/",))
                 lines.append(("\\u00", Chars(((48, 55),)), hexadecimal))
-        return self.add(("characters", ranges), lines)
+        plain: list[Sequence_] = [(Chars(tuple(raw)),)] if raw else []
+        return plain + ([(self.add(("escapes", ranges), lines),)] if lines else [])
 
     def unicode(self) -> Ref:
         """Four hexadecimal digits that are no ASCII and no surrogate, or a pair of surrogates."""
