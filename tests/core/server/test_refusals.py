@@ -1,7 +1,5 @@
 """What is refused, with which status, naming which field; and that nothing is left of it."""
 
-# ruff: noqa: E501 (a table)
-
 import json
 
 import pytest

@@ -36,7 +36,7 @@ class Limits:
         self._rate = config.requests_per_minute
         self._most = config.max_concurrency_per_key
         self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # tokens left, and when
+        self._buckets: dict[str, tuple[float, float]] = {}  # tokens left and when, oldest first
         self._inside: dict[str, int] = {}
 
     @property
@@ -86,15 +86,10 @@ class Limits:
                 f"This key may send {self._rate} requests a minute.",
                 retry_after=(1 - tokens) * _MINUTE / self._rate + 0.5,
             )
-        if key not in self._buckets and len(self._buckets) >= _KEYS:
-            self._forget(now)
+        self._buckets.pop(key, None)
+        if len(self._buckets) >= _KEYS:
+            del self._buckets[next(iter(self._buckets))]  # who has been away longest
         self._buckets[key] = tokens - 1, now
-
-    def _forget(self, now: float) -> None:
-        """Drop who has been away for a minute, and so has a full bucket; or the oldest."""
-        away = [k for k, (_, then) in self._buckets.items() if now - then >= _MINUTE]
-        for key in away or [min(self._buckets, key=lambda k: self._buckets[k][1])]:
-            del self._buckets[key]
 
 
 def queue_full() -> Refusal:
