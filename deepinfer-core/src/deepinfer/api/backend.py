@@ -97,7 +97,9 @@ class Device(Protocol):
     """One opened device. ``close`` gives back what ``open`` took and may be called twice.
 
     One with an attribute ``seconds``, a mapping of names to seconds so far (of compiling kernels,
-    say), has it shown among the times of the engine.
+    say), has it shown among the times of the engine. One with ``release()`` is asked, where memory
+    runs out within a step, to give back what can be made again, such as graphs and caches. One with
+    ``explain(error)`` may give a clearer error for one that its driver raised.
     """
 
     torch_device: torch.device

@@ -239,9 +239,10 @@ class Engine:
 
     def _die(self, why: BaseException) -> None:
         """The device or the brain has failed: every open request ends with an error."""
+        said = why.message if isinstance(why, DeepInferError) else f"{type(why).__name__}: {why}"
         self._over = dead = EngineDeadError(
-            f"The engine has stopped: {type(why).__name__}: {why}",
-            next_step="Create a new engine.",
+            f"The engine has stopped: {said}",
+            next_step=getattr(why, "next_step", None) or "Create a new engine.",
         )
         dead.__cause__ = why
         for r in self._open.values():

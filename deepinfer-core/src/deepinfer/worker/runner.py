@@ -27,6 +27,7 @@ from deepinfer.worker.batch import BatchBuilder, StepBatch
 from deepinfer.worker.drafting import HiddenTaps
 from deepinfer.worker.images import SlotImages
 from deepinfer.worker.output import PromptScores, Scores, StepFuture, StepResult
+from deepinfer.worker.shortage import Shortage
 
 if TYPE_CHECKING:
     from deepinfer.api.backend import Device, OutputFuture
@@ -76,9 +77,12 @@ class Rig:
 
 @dataclass(slots=True)
 class _OpenStep:
-    """A step between its halves."""
+    """A step between its halves. ``lines``: the hidden rows that ``logits`` [m, V] are of; what the
+    stages of the draw have changed is ``spoilt``.
+    """
 
     step: StepBatch
+    lines: Tensor | None
     logits: Tensor
     prompt: tuple[PromptScores, ...]
     taps: HiddenTaps | None
@@ -86,6 +90,7 @@ class _OpenStep:
     keep: int
     propose: bool
     verified: Tensor | None = None
+    spoilt: bool = False
 
 
 class ModelRunner:
@@ -106,6 +111,7 @@ class ModelRunner:
         self._images = None if see is None else SlotImages(see, rig.slots.device)
         self._open: dict[int, _OpenStep] = {}
         self._recorder: Recorder | None = None
+        self._shortage = Shortage(rig.device, rig.spec)
         self.seconds = {"forward": 0.0, "sample": 0.0, "steps": 0.0}
 
     @property
@@ -127,6 +133,10 @@ class ModelRunner:
 
     def forward(self, plan: BatchPlan) -> None:
         """First half: run the plan's rows. It needs no token from the host."""
+        with self._shortage.told():
+            self._forward(plan)
+
+    def _forward(self, plan: BatchPlan) -> None:
         began = time.perf_counter()
         rig = self._rig
         rig.kv.copy_blocks(plan.saves)
@@ -138,18 +148,24 @@ class ModelRunner:
         taps = None
         if rig.drafter.taps:
             taps = HiddenTaps(rig.drafter.taps, step.batch, step.layout.slot)
-        logits, prompt = self._compute(step, taps)
+        lines, prompt = self._compute(plan, step, taps)
+        logits = self._logits(lines)
         took = time.perf_counter() - began
         self.seconds["forward"] += took
-        self._open[plan.step] = _OpenStep(step, logits, prompt, taps, took, plan.keep, plan.propose)
+        self._open[plan.step] = _OpenStep(
+            step, lines, logits, prompt, taps, took, plan.keep, plan.propose
+        )
 
     def sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
         """Second half: masks, draw, acceptance, commit, drafts of the next step."""
+        with self._shortage.told():
+            return self._sample(step, inputs)
+
+    def _sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
         began = time.perf_counter()
         work, rig = self._open.pop(step), self._rig
         batch = work.step
-        raw = self._raw_lines(work, inputs)
-        tokens, counts, faults = self._draw(work, inputs)
+        raw, tokens, counts, faults = self._shortage.again(lambda: self._drawn(work, inputs))
         rig.slots.commit(batch.rows.emit_slot, batch.length, tokens, counts)
         drafts = self._draft(work, counts) if rig.drafter.draft_len else None
         scores = self._score(batch.rows, raw, tokens)
@@ -185,17 +201,45 @@ class ModelRunner:
         return step if images is None else replace(step, batch=replace(step.batch, images=images))
 
     def _compute(
-        self, step: StepBatch, taps: HiddenTaps | None
-    ) -> tuple[Tensor, tuple[PromptScores, ...]]:
-        """Logits of the step's lines, and scores of prompt tokens. Ops never see zero rows."""
-        rig = self._rig
-        none = torch.empty((0, rig.slots.shape.vocab_size), device=rig.slots.device)
+        self, plan: BatchPlan, step: StepBatch, taps: HiddenTaps | None
+    ) -> tuple[Tensor | None, tuple[PromptScores, ...]]:
+        """Hidden rows of the step's lines, None if there are none; scores of prompt tokens."""
         if not len(step.batch.ids):
-            return none, ()
-        hidden = rig.model.forward(step.batch, rig.kv, taps)
+            return None, ()
+        hidden = self._hidden(plan, step, taps)
         lines = step.batch.logit_rows
-        logits = rig.model.logits(hidden[lines]) if len(lines) else none
-        return logits, self._score_prompts(step, hidden)
+        scores = self._shortage.again(lambda: self._score_prompts(step, hidden))
+        return hidden[lines] if len(lines) else None, scores
+
+    def _hidden(self, plan: BatchPlan, step: StepBatch, taps: HiddenTaps | None) -> Tensor:
+        def part(half: BatchPlan) -> Tensor:
+            return self._hidden(half, self._batches.build(half), None)
+
+        batch, rig = step.batch, self._rig
+        whole = taps is not None or batch.late is not None or batch.images is not None
+        return self._shortage.hidden(
+            plan, lambda: rig.model.forward(batch, rig.kv, taps), None if whole else part
+        )
+
+    def _logits(self, lines: Tensor | None) -> Tensor:
+        """float32[m, V] of hidden rows. Ops never see zero rows."""
+        if lines is None:
+            slots = self._rig.slots
+            return torch.empty((0, slots.shape.vocab_size), device=slots.device)
+        return self._shortage.again(lambda: self._rig.model.logits(lines))
+
+    def _drawn(
+        self, work: _OpenStep, inputs: RowInputs | None
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Raw logits that somebody wants to see, and the draw: tokens, counts, faults.
+
+        The stages change logits in place, so a second try makes them anew.
+        """
+        if work.spoilt:
+            del work.logits
+            work.logits = self._logits(work.lines)
+        work.spoilt = True
+        return self._raw_lines(work, inputs), *self._draw(work, inputs)
 
     def _draw(self, work: _OpenStep, inputs: RowInputs | None) -> tuple[Tensor, Tensor, Tensor]:
         """tokens int64[R, w], counts int64[R], faults uint8[R]."""
@@ -263,7 +307,8 @@ class ModelRunner:
         return self._logprobs(raw, int(rows.wanted.max()), chosen)
 
     def _logprobs(self, logits: Tensor, k: int, chosen: Tensor) -> Scores:
-        return Scores(chosen, *self._rig.ops.logprobs(logits, min(k, logits.shape[1]), chosen))
+        ops, most = self._rig.ops, min(k, logits.shape[1])
+        return Scores(chosen, *self._shortage.again(lambda: ops.logprobs(logits, most, chosen)))
 
     def _score_prompts(self, step: StepBatch, hidden: Tensor) -> tuple[PromptScores, ...]:
         """Logprobs of the prompt tokens that this step's chunks predict."""
