@@ -60,7 +60,10 @@ class CudaBackend:
         provided = {name: Impl(fn) for name, fn in _OPS.items()} | dict(v41.OPS)
         if ctx.head_dim is None or ctx.head_dim <= MAX_HEAD_DIM:
             provided |= {name: Impl(fn) for name, fn in _ATTENTION.items()}
-            provided["decoder_layers"] = Impl(layers.Layers(ctx.device))
+            run = layers.Layers(ctx.device)
+            provided["decoder_layers"] = Impl(run)
+            if self._device is not None:
+                self._device.releases.append(run.release)
         elif ctx.invariant:
             provided["attention"] = Impl(invariant.attention)
         return provided

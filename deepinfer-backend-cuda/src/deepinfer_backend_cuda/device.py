@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepinfer.errors import DeviceLostError
 from torch import Tensor
 
 from deepinfer_backend_cuda.graphs import Graphs, cuda
@@ -15,12 +17,14 @@ from deepinfer_backend_cuda.kernel_cache import KernelCache
 class CudaDevice:
     """GPU ``rank``. Work runs on the stream that is current on the calling thread.
 
-    ``kernels``: where its compiled kernels lie, if that is a folder of this package's.
+    ``kernels``: where its compiled kernels lie, if that is a folder of this package's;
+    ``releases``: what gives memory back where it is short.
     """
 
     def __init__(self, rank: int) -> None:
         self.torch_device = torch.device("cuda", rank)
         self.kernels: KernelCache | None = None
+        self.releases: list[Callable[[], None]] = []
         self._graphs: Graphs | None = Graphs(self.torch_device)
 
     @property
@@ -48,17 +52,32 @@ class CudaDevice:
             held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return free + held
 
+    def release(self) -> None:
+        """Give back what can be made again: graphs, and blocks that torch holds unused."""
+        torch.cuda.synchronize(self.torch_device)  # a replay may be under way
+        for release in self.releases:
+            release()
+        if self._graphs is not None:
+            self._graphs.forget()
+        torch.cuda.empty_cache()
+
+    def explain(self, error: Exception) -> Exception:
+        """``error``, or in plain words that the GPU cannot be used any more in this process."""
+        return explained(error, self.torch_device)
+
     def synchronize(self) -> None:
         """Wait for everything that was queued."""
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
-        """Wait, then give cached memory back to the driver."""
+        """Wait, then give cached memory back to the driver, if there is one that listens."""
         if self._graphs is None:
             return
         self._graphs = None
-        torch.cuda.synchronize(self.torch_device)
-        torch.cuda.empty_cache()
+        self.releases.clear()
+        with contextlib.suppress(RuntimeError):  # of a lost GPU
+            torch.cuda.synchronize(self.torch_device)
+            torch.cuda.empty_cache()
 
 
 class CudaFuture:
@@ -71,13 +90,38 @@ class CudaFuture:
             )
             for t in tensors
         )
+        self._device = device
         self._arrived = cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))
 
     def result(self) -> tuple[Tensor, ...]:
-        """Wait for the copies."""
-        self._arrived.synchronize()
+        """Wait for the copies.
+
+        Raises:
+            DeviceLostError: what was queued before them has ended the GPU's work for good.
+        """
+        try:
+            self._arrived.synchronize()
+        except RuntimeError as why:
+            raise explained(why, self._device) from why
         return self._tensors
 
     def done(self) -> bool:
-        return bool(self._arrived.query())
+        """Whether ``result()`` returns, or raises, at once."""
+        try:
+            return bool(self._arrived.query())
+        except RuntimeError:
+            return True
+
+
+def explained(error: Exception, device: torch.device) -> Exception:
+    """A clearer error for one after which the driver answers nothing any more; else the same."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as why:
+        said = (str(why).splitlines() or [""])[0]
+        return DeviceLostError(
+            f"{device} cannot be used any more: {said}.",
+            next_step="Start the process again: CUDA does not recover within one.",
+        )
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,10 @@ class Graphs:
         fn()
         return self.record(fn)
 
+    def forget(self) -> None:
+        """Let go of the pool; its memory is free once the replays are gone, too."""
+        self._first = None
+
     def record(self, fn: Callable[[], Any]) -> Callable[..., Any]:
         """Record without running; everything that ``fn`` launches must be compiled already.
 
@@ -39,8 +44,11 @@ class Graphs:
             graph.capture_begin(pool=pool, capture_error_mode="relaxed")
             try:
                 out = fn()
-            finally:
-                graph.capture_end()
+            except BaseException:  # out of memory, say; what the end says then hides nothing
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._first = self._first or graph
         here.wait_stream(side)
 

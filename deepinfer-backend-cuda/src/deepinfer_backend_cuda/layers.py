@@ -139,6 +139,11 @@ class Layers:
         self._stages: dict[tuple[int, int, tuple[int, ...]], _Stage] = {}
         self._of: tuple[Any, Any] = (None, None)
 
+    def release(self) -> None:
+        """Give back all graphs, and record none from here on: memory is short."""
+        self._stages.clear()
+        self._graphs = None
+
     def __call__(
         self,
         x: Tensor,

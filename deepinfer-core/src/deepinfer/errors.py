@@ -85,6 +85,12 @@ class ModelFaultError(DeepInferError):
     code = "model_fault"
 
 
+class DeviceLostError(DeepInferError):
+    """The device failed in a way after which this process cannot use it; ``__cause__``: how."""
+
+    code = "device_lost"
+
+
 class EngineDeadError(DeepInferError):
     """The engine stopped after an error of its own; ``__cause__`` holds it."""
 
