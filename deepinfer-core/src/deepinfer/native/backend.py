@@ -67,6 +67,7 @@ class NativeCPUBackend:
 
 
 _PLAIN: Mapping[str, Callable[..., Any]] = {
+    "apply_bitmask": native.apply_bitmask,
     "rms_norm": native.rms_norm,
     "add_rms_norm": native.add_rms_norm,
     "silu_mul": native.silu_mul,
