@@ -18,8 +18,6 @@ from deepinfer.recipes import (
     run,
 )
 from deepinfer.recipes.schemas import bounded, objections
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import BaseModel, field_validator
 
 DDL = """
@@ -128,21 +126,17 @@ def test_what_the_recipe_sets_may_not_be_given(wish):
         )
 
 
-@given(st.text(alphabet="Ab .,\n'„“", min_size=1, max_size=120))
-def test_every_entity_that_can_be_written_stands_in_the_text(text):
-    for ask in NamedEntities(max_words=3).parts(text):
-        rule = ask.so_args["schema"]["properties"]["entities"]
-        runs = rule["items"].get("properties", {}).get("text", {}).get("enum", [])
-        assert all(r in text and r.strip() == r and len(r.split()) <= 3 for r in runs)
-        assert runs or rule["maxItems"] == 0
-
-
-def test_entities_are_placed_sorted_and_listed_once():
+def test_entities_are_placed_in_the_order_of_the_text():
     text = "Ada met Bob. Bob met Ada in Rome."
-    said = [("Rome", "location"), ("Bob", "person"), ("Ada", "person"), ("Bob", "person")]
+    said = [("Ada", "person"), ("Bob", "person"), ("Bob", "person"), ("Rome", "location")]
     answer = js(entities=[{"text": t, "type": k} for t, k in said])
     (result,) = run(Scripted(answer), NamedEntities(), [text])
-    assert [(e["text"], e["start"]) for e in result.value] == [("Ada", 0), ("Bob", 8), ("Rome", 28)]
+    assert [(e["text"], e["start"]) for e in result.value] == [
+        ("Ada", 0),
+        ("Bob", 8),
+        ("Bob", 13),
+        ("Rome", 28),
+    ]
     assert all(text[e["start"] : e["end"]] == e["text"] for e in result.value)
 
 

@@ -9,7 +9,13 @@ from typing import IO, Any
 
 import click
 
-from deepinfer.cli.options import engine_options, open_llm, sampling_options, sampling_params
+from deepinfer.cli.options import (
+    NO_LIMIT,
+    engine_options,
+    open_llm,
+    sampling_options,
+    sampling_params,
+)
 from deepinfer.cli.reading import TEXT_FILE, as_json, as_text, standard_input
 
 
@@ -49,13 +55,14 @@ def recipe(
         for known, about in listed(manager).items():
             click.echo(f"{known:<12} {about}")
         return 0
+    sampling_params(sampling)  # refuses wrong values before a model is loaded
     job = made(manager, name, _options(options, pairs))
     given = list(_texts(texts, files))
     if not given:
         raise click.UsageError("No text: give arguments, --file, or text on standard input.")
     with open_llm(engine) as llm:
         base = llm.get_default_sampling_params()
-        params = sampling_params({"max_tokens": 0, **sampling}, base)
+        params = sampling_params({"max_tokens": NO_LIMIT, **sampling}, base)
         results = run(llm, job, given, sampling_params=params, max_repairs=max_repairs)
     for result in results:
         shown = result.as_dict() if steps else result.value

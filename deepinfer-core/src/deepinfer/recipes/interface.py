@@ -15,14 +15,14 @@ from deepinfer.errors import InvalidRequestError, shown
 class Ask:
     """One question to the model.
 
-    ``so_args``: what :class:`deepinfer.sampling_params.StructuredSpec` takes; an answer under a
-    JSON schema is decoded before it is checked, another one stays text. ``source``: the piece of
-    the document that it is about.
+    ``so_args``: what :class:`deepinfer.sampling_params.StructuredSpec` takes. ``source``: the piece
+    of the document that it is about. ``is_json``: the answer is decoded before it is checked.
     """
 
     messages: tuple[Mapping[str, str], ...]
     so_args: Mapping[str, Any]
     source: str = ""
+    is_json: bool = True
 
 
 class Recipe(Protocol):

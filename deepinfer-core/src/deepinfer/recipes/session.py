@@ -110,7 +110,7 @@ def _decode(ask: Ask, text: str, finish: str | None) -> tuple[Any, list[str]]:
     """The answer's value, or why there is none."""
     if finish != "stop":
         return None, [f"The answer did not come to its end (finish_reason {finish!r})."]
-    if ask.so_args.get("schema_type") not in ("json", "json_object"):
+    if not ask.is_json:
         return text, []
     try:
         return json.loads(text), []

@@ -63,7 +63,7 @@ class SQLGeneration(Options):
                     "additionalProperties": False,
                 }
             )
-        return [Ask(told(self._system(), text), so_args, text)]
+        return [Ask(told(self._system(), text), so_args, text, is_json=self.queries == "any")]
 
     def problems(self, ask: Ask, answer: Any) -> Sequence[str]:
         """What is wrong with a query; see :meth:`check_query`."""
