@@ -14,15 +14,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
-from .automata import ALL_STRINGS, ANY, Language, Words, complement, join, meet
+from .automata import ALL_STRINGS, ANY, complement, meet
+from .branches import (
+    Branch,
+    Claims,
+    State,
+    evaluated,
+    item,
+    length,
+    negated,
+    pruned,
+    silent,
+    size,
+)  # fmt: skip
 from .errors import Unsupported, UnsupportedSchemaError
 from .formula import (
     FALSE,
     KINDS,
     META,
-    NO,
     SCALARS,
     TRUE,
     YES,
@@ -30,7 +43,6 @@ from .formula import (
     And,
     Asked,
     At,
-    Atom,
     Cases,
     Choice,
     Count,
@@ -44,7 +56,6 @@ from .formula import (
     Scalars,
     Seen,
     SeenItems,
-    Size,
     Some,
     Unique,
     Unknown,
@@ -56,9 +67,18 @@ from .limits import SchemaOptions, limit, spend
 from .numbers import Numbers, numbers
 from .resolve import Place, Schemas
 
-Branch = tuple[Atom, ...]
-State = frozenset[int]
-MAX_BRANCHES = 2_000
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How branches are asked for: of which type, and with which of the two marks."""
+
+    kind: str
+    exact: bool = False
+    wide: bool = False
+
+    def plain(self) -> View:
+        """The same, not exact."""
+        return View(self.kind, False, self.wide)
 
 
 class _Again(Exception):
@@ -226,60 +246,57 @@ class Algebra:
 
     def branches(self, state: State, kind: str, wide: bool = False) -> list[Branch]:
         """The ways in which an array or object can satisfy a state."""
-        out: list[Branch] = [()]
-        for literal in sorted(state, key=abs):
-            out = self._cross(out, self._literal_branches(literal, kind, False, wide), kind)
-        return out
+        view = View(kind, wide=wide)
+        return self._all(
+            [self._literal_branches(literal, view) for literal in sorted(state, key=abs)], kind
+        )
 
-    def _literal_branches(self, literal: int, kind: str, exact: bool, wide: bool) -> list[Branch]:
+    def _literal_branches(self, literal: int, view: View) -> list[Branch]:
         def compute() -> list[Branch]:
-            found = self._dnf(self.formula(abs(literal), kind), kind, literal > 0, exact, wide)
-            return found if literal > 0 else _silent(found)
+            found = self._dnf(self.formula(abs(literal), view.kind), literal > 0, view)
+            return found if literal > 0 else silent(found)
 
-        found: list[Branch] = self._once(("dnf", literal, kind, exact, wide), literal, compute)
+        found: list[Branch] = self._once(("dnf", literal, view), literal, compute)
         return found
 
-    def _dnf(self, formula: Formula, kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:  # fmt: skip
+    def _dnf(self, formula: Formula, sign: bool, view: View) -> list[Branch]:
+        """The branches of a formula, or of its opposite."""
         match formula:
             case And(parts) | Or(parts) if isinstance(formula, And) == sign:
-                out: list[Branch] = [()]
-                found = [self._dnf(part, kind, sign, exact, wide) for part in parts]
-                for part in sorted(found, key=len):
-                    out = self._cross(out, part, kind)
-                return out
-            case Or(parts, apart) if sign and exact and not apart:
-                return self._told_apart(parts, kind, wide)
+                return self._all([self._dnf(part, sign, view) for part in parts], view.kind)
+            case Or(parts, apart) if sign and view.exact and not apart:
+                return self._told_apart(parts, view)
             case And(parts) | Or(parts):
-                return _pruned([b for p in parts for b in self._dnf(p, kind, sign, exact, wide)])
+                return pruned([b for part in parts for b in self._dnf(part, sign, view)])
             case Not(part):
-                return _silent(self._dnf(part, kind, not sign, False, wide))
+                return silent(self._dnf(part, not sign, view.plain()))
             case Is(literal):
-                return self._literal_branches(literal if sign else -literal, kind, exact, wide)
+                return self._literal_branches(literal if sign else -literal, view)
             case Cases():
-                return self._cases(formula, kind, sign, exact, wide)
+                return self._cases(formula, sign, view)
             case OneOf(literals):
-                return self._one_of(literals, kind, sign, exact, wide)
+                return self._one_of(literals, view) if sign else self._not_one(literals, view)
             case Rest():
-                return self._rest(formula, kind, sign, wide)
+                return self._rest(formula, sign, view)
             case Keys(literal):
-                return self._keys(literal, sign, wide)
+                return self._keys(literal, sign, view.wide)
             case Unknown(what):
                 self.weaken(what)
                 return [()]
-        return self._atom(formula, kind, sign, exact, wide)
+        return self._atom(formula, sign, view)
 
-    def _atom(self, atom: Any, kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:
+    def _atom(self, atom: Any, sign: bool, view: View) -> list[Branch]:
         if isinstance(atom, META):
-            kept = exact or isinstance(atom, Asked)
+            kept = view.exact or isinstance(atom, Asked)
             return [] if not sign else [(atom,)] if kept else [()]
         if sign:
-            return [] if self._contradicts((atom,), kind) else [(atom,)]
+            return [] if self._contradicts((atom,), view.kind) else [(atom,)]
         if isinstance(atom, Unique):
             instead = "the allOf, oneOf or not around it spelled out"
             what = Unsupported(atom.path, "uniqueItems", "its opposite is not enforced", instead)
             self.weaken(what)
             return [()]
-        return self._dnf(negated(atom), kind, True, False, wide)
+        return self._dnf(negated(atom), True, view.plain())
 
     def _keys(self, literal: int, sign: bool, wide: bool) -> list[Branch]:
         """``propertyNames``: no key is outside of a set, or some key is."""
@@ -289,97 +306,118 @@ class Algebra:
             return [(All(complement(names), FALSE),)]
         return [] if names.empty else [(Some(names, TRUE),)]
 
-    def _told_apart(self, parts: tuple[Formula, ...], kind: str, wide: bool) -> list[Branch]:
+    def _told_apart(self, parts: tuple[Formula, ...], view: View) -> list[Branch]:
         """A choice, in branches that each tell which of the parts hold that evaluate something."""
-        plain: list[Branch] = []
+        others: list[Branch] = []
         held: list[tuple[list[Branch], bool]] = [([()], False)]
         for part in parts:
-            yes = self._dnf(part, kind, True, True, wide)
+            yes = self._dnf(part, True, view)
             if not any(isinstance(atom, META) for branch in yes for atom in branch):
-                plain += yes
+                others += yes
                 continue
-            no = _silent(self._dnf(part, kind, False, False, wide))
+            no = silent(self._dnf(part, False, view.plain()))
             held = [
-                (self._cross(so_far, found, kind), known or found is yes)
+                (self._cross(so_far, found, view.kind), known or found is yes)
                 for so_far, known in held
                 for found in (yes, no)
             ]
+            held = [(so_far, known) for so_far, known in held if so_far]
         out = [branch for so_far, known in held if known for branch in so_far]
         for so_far, known in held:
             if not known:
-                out += self._cross(so_far, plain, kind)
-        return _pruned(out)
+                out += self._cross(so_far, others, view.kind)
+        return pruned(out)
 
-    def _cases(self, cases: Cases, kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:
-        if sign and not exact and cases.then == cases.other == TRUE:
+    def _cases(self, cases: Cases, sign: bool, view: View) -> list[Branch]:
+        if sign and not view.exact and cases.then == cases.other == TRUE:
             return [()]
         out: list[Branch] = []
         for test, then in ((cases.test, cases.then), (-cases.test, cases.other)):
-            one = self._literal_branches(test, kind, exact, wide)
-            two = self._literal_branches(then if sign else -then, kind, exact, wide)
-            out += self._cross(one, two, kind)
-        return _pruned(out)
+            one = self._literal_branches(test, view)
+            out += self._cross(
+                one, self._literal_branches(then if sign else -then, view), view.kind
+            )
+        return pruned(out)
 
-    def _one_of(self, literals: tuple[int, ...], kind: str, sign: bool, exact: bool, wide: bool) -> list[Branch]:  # fmt: skip
-        found = {i: self._literal_branches(t, kind, exact, wide) for i, t in enumerate(literals)}
-        large = {i: self._literal_branches(t, kind, False, True) for i, t in enumerate(literals)}
-        meeting = {
-            (i, j): bool(self._cross(large[i], large[j], kind))
-            for i in found
-            for j in found
-            if i < j and large[i] and large[j]
-        }
+    def _meeting(self, literals: tuple[int, ...], kind: str) -> set[tuple[int, int]]:
+        """The pairs of literals, by place, that some value may satisfy both."""
+        found = [self._literal_branches(literal, View(kind, wide=True)) for literal in literals]
+        pairs = combinations([i for i, branches in enumerate(found) if branches], 2)
+        return {(i, j) for i, j in pairs if self._cross(found[i], found[j], kind)}
+
+    def _one_of(self, literals: tuple[int, ...], view: View) -> list[Branch]:
+        meeting = self._meeting(literals, view.kind)
         out: list[Branch] = []
-        if sign:
-            for i, branches in found.items():
-                for j, literal in enumerate(literals):
-                    if branches and meeting.get((min(i, j), max(i, j))):
-                        other = self._literal_branches(-literal, kind, False, wide)
-                        branches = self._cross(branches, other, kind)
-                out += branches
-            return _pruned(out)
-        none: list[Branch] = [()]
-        for literal in literals:
-            none = self._cross(none, self._literal_branches(-literal, kind, False, wide), kind)
-        for (i, j), meets in meeting.items():
-            out += self._cross(_silent(found[i]), _silent(found[j]), kind) if meets else []
-        return _pruned(none + out)
+        for i, literal in enumerate(literals):
+            found = self._literal_branches(literal, view)
+            for j, other in enumerate(literals):
+                if found and (min(i, j), max(i, j)) in meeting:
+                    found = self._cross(
+                        found, self._literal_branches(-other, view.plain()), view.kind
+                    )
+            out += found
+        return pruned(out)
 
-    def _rest(self, rest: Rest, kind: str, sign: bool, wide: bool) -> list[Branch]:
-        out = [] if sign else self._dnf(rest.rest, kind, False, False, wide)
-        for branch in self._dnf(rest.rest, kind, True, True, wide):
-            if kind == "object":
-                names = complement(evaluated(branch))
-                left: Formula = YES if names.empty else All(names, rest.literal)
-                mark: Formula = Seen(ANY)
-            else:
-                left, mark = self._items_left(branch, rest.literal), SeenItems(None)
+    def _not_one(self, literals: tuple[int, ...], view: View) -> list[Branch]:
+        """None of them, or two."""
+        view = view.plain()
+        out = self._all([self._literal_branches(-literal, view) for literal in literals], view.kind)
+        for i, j in self._meeting(literals, view.kind):
+            one, two = (silent(self._literal_branches(literals[k], view)) for k in (i, j))
+            out += self._cross(one, two, view.kind)
+        return pruned(out)
+
+    def _rest(self, rest: Rest, sign: bool, view: View) -> list[Branch]:
+        exact, plain = View(view.kind, True, view.wide), view.plain()
+        out = [] if sign else self._dnf(rest.rest, False, plain)
+        for branch in self._dnf(rest.rest, True, exact):
+            left, mark = self._left(branch, rest.literal, view.kind)
             if sign:
-                more = self._dnf(And((left, mark)), kind, True, True, wide)
-                out += self._cross([branch], more, kind)
+                more = self._dnf(And((left, mark)), True, exact)
+                out += self._cross([branch], more, view.kind)
             else:
-                out += self._cross(
-                    _silent([branch]), self._dnf(left, kind, False, False, wide), kind
-                )
-        return _pruned(out)
+                out += self._cross(silent([branch]), self._dnf(left, False, plain), view.kind)
+        return pruned(out if view.exact else [self._unmarked(branch) for branch in out])
 
-    def _items_left(self, branch: Branch, literal: int) -> Formula:
+    def _unmarked(self, branch: Branch) -> Branch:
+        return tuple(atom for atom in branch if not isinstance(atom, Seen | SeenItems))
+
+    def _left(self, branch: Branch, literal: int, kind: str) -> tuple[Formula, Formula]:
+        """That what a branch has not evaluated satisfies a literal; and that now all is."""
+        if kind == "object":
+            names = complement(evaluated(branch))
+            return YES if names.empty else All(names, literal), Seen(ANY)
         seen = [atom for atom in branch if isinstance(atom, SeenItems)]
         if any(atom.below is None for atom in seen):
-            return YES
+            return YES, SeenItems(None)
         start = max((atom.below or 0 for atom in seen), default=0)
-        return items_from(start, self.either([literal, *(atom.literal for atom in seen)]))
+        either = self.either([literal, *(atom.literal for atom in seen)])
+        return items_from(start, either), SeenItems(None)
+
+    def _all(self, parts: list[list[Branch]], kind: str) -> list[Branch]:
+        """All of them: those of one branch become one at once, the others multiply."""
+        if not all(parts):
+            return []
+        sure = tuple(dict.fromkeys(atom for part in parts if len(part) == 1 for atom in part[0]))
+        spend(len(sure))
+        if sum(bool(part[0]) for part in parts if len(part) == 1) > 1:
+            if self._contradicts(sure, kind):
+                return []
+        out: list[Branch] = [sure]
+        for part in sorted((part for part in parts if len(part) > 1), key=len):
+            out = self._cross(out, part, kind)
+        return out
 
     def _cross(self, one: list[Branch], two: list[Branch], kind: str) -> list[Branch]:
         """Both: each branch with each, without those that contradict themselves."""
         out = []
         for left in one:
             for right in two:
-                spend(5 + len(left) + len(right))
+                spend(10 + 3 * (len(left) + len(right)))
                 branch = tuple(dict.fromkeys(left + right))
                 if not (left and right and self._contradicts(branch, kind)):
                     out.append(branch)
-        return _pruned(out)
+        return pruned(out)
 
     # Emptiness, judged on supersets and to a bounded depth: "not empty" may be wrong, "empty" not.
 
@@ -410,22 +448,19 @@ class Algebra:
         return self._bad_object(branch) if kind == "object" else self._bad_array(branch)
 
     def _bad_object(self, branch: Branch) -> bool:
-        alls = [atom for atom in branch if isinstance(atom, All)]
-        low, high = size(branch)
-        needed = set[str]()
-        for atom in branch:
-            if not isinstance(atom, Some):
-                continue
-            if (name := single(atom.names)) is not None:
-                needed.add(name)
-                state = {atom.literal} | {a.literal for a in alls if a.names.accepts(name)}
-                if self.empty(frozenset(state - {TRUE})):
-                    return True
-            elif atom.literal == FALSE or atom.names.empty or any(
-                a.literal == FALSE and meet(atom.names, complement(a.names)).empty for a in alls
-            ):  # fmt: skip
-                return True
-        return high is not None and (low > high or len(needed) > high)
+        claims, (low, high) = Claims(branch), size(branch)
+        if high is not None and (low > high or len(claims.needed) > high):
+            return True
+        if any(self.empty(claims.child(name)) for name in claims.needed):
+            return True
+        return any(
+            some.literal == FALSE
+            or any(
+                a.literal == FALSE and meet(some.names, complement(a.names)).empty
+                for a in claims.alls
+            )
+            for some in claims.wanted
+        )
 
     def _bad_array(self, branch: Branch) -> bool:
         low, high = length(branch)
@@ -442,93 +477,6 @@ class Algebra:
         last = max((a.index + 1 for a in branch if isinstance(a, At)), default=0)
         last = max([last, *(a.start + 1 for a in branch if isinstance(a, Count))])
         return any(self.empty(item(branch, i)) for i in range(min(low, last)))
-
-
-def negated(atom: Any) -> Formula:
-    """The opposite of an atom, in atoms."""
-    match atom:
-        case All(names, literal):
-            return NO if literal == TRUE else Some(names, -literal)
-        case Some(names, literal):
-            return All(names, -literal)
-        case Size(low, high):
-            few: Formula = Size(0, low - 1) if low else NO
-            return Or((few, NO if high is None else Size(high + 1, None)))
-        case At(index, literal):
-            return And((At(index, -literal), Count(0, TRUE, index + 1, None)))
-        case Count(start, literal, low, high):
-            few = Count(start, literal, 0, low - 1) if low else NO
-            return Or((few, NO if high is None else Count(start, literal, high + 1, None)))
-    raise AssertionError(atom)
-
-
-def single(names: Language) -> str | None:
-    """The only name of a set, if it is finite and has one."""
-    if isinstance(names, Words) and not names.negated and len(names.words) == 1:
-        return next(iter(names.words))
-    return None
-
-
-def length(branch: Branch) -> tuple[int, int | None]:
-    """The bounds of an array's length."""
-    return bounds(a for a in branch if isinstance(a, Count) and a.literal == TRUE)
-
-
-def size(branch: Branch) -> tuple[int, int | None]:
-    """The bounds of the number of an object's keys."""
-    return bounds(atom for atom in branch if isinstance(atom, Size))
-
-
-def bounds(atoms: Iterable[Count | Size]) -> tuple[int, int | None]:
-    """The bounds of all of them."""
-    low, high = 0, None
-    for atom in atoms:
-        low = max(low, atom.low)
-        high = atom.high if high is None else min(high, high if atom.high is None else atom.high)
-    return low, high
-
-
-def item(branch: Branch, index: int) -> State:
-    """What every item at an index must satisfy."""
-    out = {atom.literal for atom in branch if isinstance(atom, At) and atom.index == index}
-    for atom in branch:
-        if isinstance(atom, Count) and atom.high == 0 and atom.literal != TRUE:
-            out |= {-atom.literal} if index >= atom.start else set()
-    return frozenset(out - {TRUE})
-
-
-def evaluated(branch: Branch) -> Language:
-    """The keys that a branch has evaluated."""
-    out: Language = Words(frozenset())
-    for atom in branch:
-        if isinstance(atom, Seen):
-            out = join(out, atom.names)
-    return out
-
-
-def _pruned(branches: list[Branch]) -> list[Branch]:
-    """Without those that another one already allows."""
-    out = list(dict.fromkeys(branches))
-    if len(out) > MAX_BRANCHES:
-        raise limit(f"comes to over {MAX_BRANCHES} alternatives", "fewer or more distinct branches")
-    if len(out) < 2:
-        return out
-    sets = [frozenset(atom for atom in branch) for branch in out]
-    spend(len(out) * len(out) // 4)
-    return [
-        branch
-        for branch, atoms in zip(out, sets, strict=True)
-        if not any(other < atoms and _marks(other) == _marks(atoms) for other in sets)
-    ]
-
-
-def _marks(atoms: Iterable[Atom]) -> frozenset[Atom]:
-    return frozenset(atom for atom in atoms if isinstance(atom, META))
-
-
-def _silent(branches: list[Branch]) -> list[Branch]:
-    """Without marks: a subschema under ``not`` evaluates nothing."""
-    return _pruned([tuple(a for a in branch if not isinstance(a, META)) for branch in branches])
 
 
 def _everything(kind: str) -> Scalars:

@@ -6,12 +6,12 @@ import json
 from itertools import product
 from typing import TYPE_CHECKING
 
-from .algebra import Branch, State, item, length
 from .automata import bounded, words_of
+from .branches import Branch, State, item, length
 from .errors import Unsupported
 from .formula import TRUE, At, Count, Unique
 from .limits import limit, spend
-from .write import Key, Ref, Repeat, Sequence_
+from .write import Ref, Repeat, Sequence_
 
 if TYPE_CHECKING:
     from .compiler import Builder
@@ -35,7 +35,7 @@ class ArrayWriter:
         self.counters = [atom for atom in counts if atom.high != 0]
         self.last = max([0, *(atom.start for atom in counts)])
         self.last = max([self.last, *(a.index + 1 for a in branch if isinstance(a, At))])
-        self.key: Key = ("array", state, branch)
+        self.key = builder.fresh()
 
     def write(self) -> Sequence_:
         """The array's text."""
@@ -142,8 +142,8 @@ class ArrayWriter:
             else:
                 more = [(atom.literal, count + 1)] if count < atom.high else []
                 choices.append([*more, (-atom.literal, count)])
-        spend(len(choices) * 2)
         found = list(product(*choices))
+        spend(10 * len(found) * (1 + len(choices)))
         return [(frozenset(t for t, _ in each), tuple(n for _, n in each)) for each in found]
 
     def values(self, unique: Unique) -> list[int] | None:

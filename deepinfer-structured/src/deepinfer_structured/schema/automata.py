@@ -16,7 +16,7 @@ from .limits import limit, remembered, spend
 Range = tuple[int, int]
 Edge = tuple[int, int, int]
 SIGMA: tuple[Range, ...] = ((0, 0xD7FF), (0xE000, 0x10FFFF))
-MAX_STATES = 20_000
+MAX_STATES = 10_000
 State = TypeVar("State", bound=Hashable)
 
 
@@ -123,7 +123,7 @@ def _smallest(edges: Sequence[Sequence[Edge]], final: set[int]) -> Automaton:
     while True:
         seen: dict[tuple[int, tuple[Edge, ...]], int] = {}
         signed = {at: (group[at], joined(edges[at], group)) for at in states}
-        spend(len(states))
+        spend(3 * len(states))
         group = {at: seen.setdefault(signed[at], len(seen)) for at in states}
         if len(seen) == count:
             break
@@ -243,6 +243,8 @@ def complement(language: Language) -> Language:
 
 def join(one: Language, two: Language) -> Language:
     """What either holds."""
+    if isinstance(one, Words) and isinstance(two, Words) and not (one.negated or two.negated):
+        return Words(one.words | two.words)
     return complement(meet(complement(one), complement(two)))
 
 

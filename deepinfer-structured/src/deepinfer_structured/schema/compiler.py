@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .algebra import Algebra, State
+from .algebra import Algebra
 from .arrays import ArrayWriter
 from .automata import Words
+from .branches import State
 from .errors import Unsupported, UnsupportedSchemaError
 from .formula import SCALARS, TRUE
 from .limits import SchemaOptions, working
@@ -39,15 +40,23 @@ class Builder:
         self.algebra, self.options = algebra, options
         self.rules = Rules(options.max_rules)
         self.later: list[Callable[[], object]] = []
+        self._given = 0
+        self._asked: set[Key] = set()
         self._orders: dict[State, dict[str, int]] = {}
 
     def value(self, state: State) -> Ref:
         """The rule of all values that a state allows."""
         state -= {TRUE}
         key = ("value", state)
-        if key not in self.rules.rules:
+        if key not in self._asked:
+            self._asked.add(key)
             self.later.append(lambda: self.rules.add(key, self._alternatives(state)))
         return Ref(key)
+
+    def fresh(self) -> int:
+        """A number to tell the rules of one array or object from those of others."""
+        self._given += 1
+        return self._given
 
     def run(self) -> None:
         """Write what was put off, until nothing is left."""
@@ -55,8 +64,6 @@ class Builder:
             self.later.pop()()
 
     def _alternatives(self, state: State) -> list[Sequence_]:
-        if ("value", state) in self.rules.rules and self.rules.rules["value", state]:
-            return []
         algebra, lines = self.algebra, list[Sequence_]()
         if algebra.empty(state):
             return []
@@ -87,7 +94,7 @@ class Builder:
         return self.algebra.place(min(state, key=abs, default=TRUE)).path
 
     def order(self, state: State) -> dict[str, int]:
-        """Ranks of the names that the schema lists for a state: own properties, then those inside."""
+        """Ranks of the names that a state lists: own properties, then those of subschemas."""
         if state not in self._orders:
             names: dict[str, None] = {}
             for literal in sorted(state, key=abs):

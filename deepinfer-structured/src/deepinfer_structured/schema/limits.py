@@ -46,7 +46,7 @@ class SchemaOptions:
     max_bytes: int = 1_000_000
     max_depth: int = 200
     max_nodes: int = 20_000
-    max_rules: int = 20_000
+    max_rules: int = 4_000
     max_work: int = 2_000_000
 
 

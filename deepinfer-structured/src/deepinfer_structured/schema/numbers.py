@@ -143,7 +143,8 @@ def multiples(step: int | float, path: str = "") -> Language:
             yield from _digits(lambda digit: ((left * 10 + digit) % modulus, after))
 
     def final(state: tuple[int, int | None]) -> bool:
-        return state[0] * pow(10, places - (state[1] or 0)) % modulus == 0
+        shift: int = 10 ** (places - (state[1] or 0))
+        return state[0] * shift % modulus == 0
 
     return meet(numbers(), explore((0, None), moves, final))
 
@@ -169,17 +170,19 @@ class Numbers:
         return self.language.empty
 
 
-def _short(before: int, behind: int) -> Automaton:
-    """Spellings with at most so many digits before and behind the point."""
+@remembered
+def _short(before: int | None, behind: int) -> Automaton:
+    """Spellings with at most so many digits before (None: any) and behind the point."""
 
-    def moves(state: tuple[str, int]) -> Iterable[Move]:
+    def moves(state: tuple[str, int | None]) -> Iterable[Move]:
         place, left = state
         if place == "start":
             yield MINUS, MINUS, ("i", before)
         if place != "f" and behind:
             yield POINT, POINT, ("f", behind)
-        if left:
-            yield ZERO, ZERO + 9, ("f" if place == "f" else "i", left - 1)
+        if left != 0:
+            after = None if left is None else left - 1
+            yield ZERO, ZERO + 9, ("f" if place == "f" else "i", after)
 
     return explore(("start", before), moves, lambda state: True)
 
@@ -215,17 +218,11 @@ def _bounded(language: Language, before: int, behind: int) -> Language:
 
 
 def _padded(broken: Language, whole: Language, before: int, behind: int) -> Language:
-    """Fractions, and integers with a point, with zeros at their end up to the bound.
-
-    Zeros are cut at the bound of the digits, not at the place where a finite set would end.
-    """
-    machine = _joined_zeros(broken, meet(whole, _short(before, 0)))
-    return meet(machine, _short(max(before, 400), max(behind, _longest(broken))))
-
-
-def _longest(language: Language) -> int:
-    words = words_of(language, 1000) or []
-    return max((len(word.partition(".")[2]) for word in words), default=0)
+    """Fractions, and integers with a point, with zeros at their end up to the bound of digits."""
+    words = words_of(broken, 1000) or []
+    longest = max((len(word.partition(".")[2]) for word in words), default=0)
+    padded = _joined_zeros(broken, meet(whole, _short(before, 0)))
+    return meet(padded, _short(None, max(behind, longest)))
 
 
 def _joined_zeros(broken: Language, whole: Language) -> Language:

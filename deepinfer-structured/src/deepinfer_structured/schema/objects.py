@@ -1,16 +1,16 @@
-"""Objects: a branch as rules, key by key in schema order, then keys that the schema does not list."""
+"""Objects: a branch as rules, key by key in schema order, then keys that are not listed."""
 
 from __future__ import annotations
 
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from .algebra import Branch, State, single, size
 from .automata import Language, Words, complement, meet, words_of
+from .branches import Branch, Claims, State, size
 from .errors import Unsupported
 from .formula import FALSE, TRUE, All, Asked, Some
 from .limits import spend
-from .write import Key, Ref, Repeat, Sequence_
+from .write import Ref, Repeat, Sequence_
 
 if TYPE_CHECKING:
     from .compiler import Builder
@@ -29,15 +29,11 @@ class ObjectWriter:
 
     def __init__(self, builder: Builder, state: State, branch: Branch) -> None:
         self.builder, self.state, self.branch = builder, state, branch
-        self.alls = [atom for atom in branch if isinstance(atom, All)]
-        somes = [atom for atom in branch if isinstance(atom, Some)]
-        self.wanted = tuple(atom for atom in somes if single(atom.names) is None)
+        self.claims = Claims(branch)
+        self.wanted = tuple(self.claims.wanted)
+        self.needed = self.claims.needed
         self.low, self.high = size(branch)
-        self.needed: dict[str, set[int]] = {}
-        for atom in somes:
-            if (name := single(atom.names)) is not None:
-                self.needed.setdefault(name, set()).add(atom.literal)
-        self.key: Key = ("object", state, branch)
+        self.key = builder.fresh()
         self.children: dict[str, State] = {}
         self.regions: list[tuple[Language, State, tuple[Some, ...]]] = []
         self.list_names()
@@ -52,19 +48,14 @@ class ObjectWriter:
                 names.update(dict.fromkeys(sorted(atom.names.words)))
         order = self.builder.order(self.state)
         ordered = sorted(names, key=lambda name: order.get(name, len(order)))
-        found = {name: self.child(name) for name in ordered}
+        found = {name: self.claims.child(name) for name in ordered}
         self.children = {n: c for n, c in found.items() if not self.builder.algebra.empty(c)}
         for region in self.split(Words(frozenset(names), negated=True)):
             few = words_of(region[0], MAX_LISTED)
             if few is None:
                 self.regions.append(region)
             for name in few or ():
-                self.children[name] = self.child(name)
-
-    def child(self, name: str) -> State:
-        """What the value of a key must satisfy."""
-        out = {atom.literal for atom in self.alls if atom.names.accepts(name)}
-        return frozenset((out | self.needed.get(name, set())) - {TRUE})
+                self.children[name] = self.claims.child(name)
 
     def split(self, others: Language) -> list[tuple[Language, State, tuple[Some, ...]]]:
         """The regions of the names that are not listed, as far as the options let them in."""
@@ -79,7 +70,7 @@ class ObjectWriter:
                 pieces = [meet(piece, complement(names)) for piece in pieces]
             others = meet(others, complement(pieces[0]))
         regions: list[tuple[Language, State, tuple[Some, ...]]] = [(others, frozenset(), ())]
-        claims: list[All | Some] = [*self.alls, *self.wanted]
+        claims: list[All | Some] = [*self.claims.alls, *self.wanted]
         for atom in claims:
             if isinstance(atom.names, Words) and not atom.names.negated:
                 continue

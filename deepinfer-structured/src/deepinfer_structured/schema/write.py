@@ -37,6 +37,7 @@ class Repeat:
 
 Symbol = str | Ref | Chars | Repeat
 Sequence_ = tuple[Symbol, ...]
+BLOCK = 64
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 HEX: tuple[Range, ...] = ((48, 57), (65, 70), (97, 102))
 
@@ -77,6 +78,8 @@ class Rules:
         Otherwise each mask would try most of the vocabulary.
         """
         last = low if high is None else high
+        if last > 2 * BLOCK:
+            return self.long_string(low, high)
         for left in range(last + 1):  # characters that are still counted
             key = ("string", left, max(0, left - last + low), high is None)
             lines: list[Sequence_] = [('"',)] if last - left >= low else []
@@ -85,6 +88,28 @@ class Rules:
                 lines += [(*line, Ref(after)) for line in self.characters(SIGMA)]
             self.add(key, lines)
         return Ref(("string", last, low, high is None))
+
+    def long_string(self, low: int, high: int | None) -> Ref:
+        """The same for large bounds: whole blocks of characters first, then the rest one by one."""
+        key = ("long string", low, high)
+        chars = self.characters(SIGMA)
+        self.add(("block", 0), [()])
+        for left in range(1, BLOCK + 1):
+            self.add(("block", left), [(*line, Ref(("block", left - 1))) for line in chars])
+        block, (least, low) = ("block", BLOCK), divmod(low, BLOCK)
+        head = (Repeat(block, least, least),) if least else ()
+        if high is None:
+            return self.add(key, [(*head, self.any_string(low, None))])
+        most, rest = divmod(high - least * BLOCK, BLOCK)
+        lines: list[Sequence_] = []
+        if most == 0:
+            lines.append((*head, self.any_string(low, rest)))
+        else:
+            lines.append((*head, self.any_string(low, BLOCK - 1)))
+            lines.append((*head, Repeat(block, most, most), self.any_string(0, rest)))
+        if most > 1:
+            lines.append((*head, Repeat(block, 1, most - 1), self.any_string(0, BLOCK - 1)))
+        return self.add(key, lines)
 
     def texts(self, language: Language) -> list[Sequence_]:
         """The words of a language as they are."""
