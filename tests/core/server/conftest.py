@@ -222,7 +222,7 @@ def slow():
 def demo_server(demo_gguf):
     """The demo model behind a socket, in invariant mode."""
     metrics = Metrics()
-    service = Service(ServerConfig(drain_seconds=0), metrics)
+    service = Service(ServerConfig(drain_seconds=0, served_names=("smol",)), metrics)
     config = EngineConfig(
         model=str(demo_gguf), max_model_len=512, batch_invariant=True, max_num_seqs=16
     )

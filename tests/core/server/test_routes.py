@@ -213,6 +213,15 @@ def test_served_names_stand_in_their_place(toy_server):
     assert server.post("/v1/generate", prompt="abc", model="toy", **LONG).status == 404
 
 
+def test_a_path_is_understood_and_not_shown(toy_server, tmp_path):
+    server = toy_server()
+    config = server.llm.assembly.config
+    server.llm.assembly.config = config.model_copy(update={"model": str(tmp_path)})
+    assert server.post("/v1/generate", prompt="abc", model=str(tmp_path), **LONG).status == 200
+    assert str(tmp_path) not in server.get("/v1/models").text
+    assert str(tmp_path) not in server.post("/v1/generate", prompt="abc", model="gpt").text
+
+
 def test_two_servers_of_a_process_share_nothing(toy_server):
     one, two = toy_server(), toy_server()
     one.post("/v1/generate", prompt="abc", **LONG)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from deepinfer.chat.interface import NO_WISHES, ChatOptions, Message
@@ -113,13 +114,14 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the model may be called; the first is what answers call it."""
+        """What the model is called; the first is what answers call it. No place on this machine."""
         llm = self.llm
         if self.config.served_names:
             return self.config.served_names
         own = "" if llm.assembly.tokenizer is None else llm.get_tokenizer().name
-        model = llm.assembly.config.model
-        return tuple(dict.fromkeys(n for n in (own, model) if n))
+        given = llm.assembly.config.model
+        public = "" if Path(given).exists() else given
+        return tuple(dict.fromkeys(n for n in (own, public) if n)) or ("model",)
 
     @property
     def capacity(self) -> int:
@@ -185,7 +187,8 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a model that is not served here."""
-        if name is not None and name not in self.names:
+        path = () if self.config.served_names else (self.llm.assembly.config.model,)
+        if name is not None and name not in (*self.names, *path):
             known = " or ".join(map(repr, self.names))
             raise Refusal(
                 404,
