@@ -1,0 +1,125 @@
+"""Builds, checks and times DeepInfer on a bare GPU machine, within ten minutes; ``nox -s gpu``.
+
+    python benchmarks/gpu_check.py [--out FOLDER] [--wheels FOLDER] [--parts bits,faults,…]
+
+Standard library only, and nothing is fetched: torch, Triton and pytest must be there; what else is
+missing comes from ``--wheels``. Each part has a time limit and is told apart from the others: one
+that fails does not end the rest. Leaves with 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CUDA = ROOT / "tests" / "cuda"
+PYTEST = (sys.executable, "-u", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
+KERNELS = ("--kernel-name", "kernel_substring=_kernel")  # ours: torch's own are not examined
+
+
+def parts(out, model):
+    """Name → (seconds at most, command), in order."""
+    bench, python = ROOT / "benchmarks", (sys.executable, "-u")
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    check = (*python, str(CUDA / "sanitized.py"))
+    found = {
+        "bits": (150, (*PYTEST, str(CUDA / "test_gpu_bits.py"))),
+        "faults": (120, (*PYTEST, str(CUDA / "test_gpu_faults.py"))),
+        "graphs": (60, (*PYTEST, str(CUDA / "test_gpu.py"), "-k", "graph")),
+        "startup": (
+            150,
+            (*python, str(bench / "cuda_startup.py"), "--json", str(out / "cuda_startup.json")),
+        ),
+        "doctor": (150, (*python, "-m", "deepinfer", "doctor")),
+        "memcheck": (
+            200,
+            (sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *check, "100"),
+        ),
+        "racecheck": (
+            200,
+            (sanitizer, "--tool", "racecheck", "--error-exitcode", "9", *KERNELS, *check, "100"),
+        ),
+        "kit": (300, (*PYTEST, str(CUDA / "test_gpu.py"), "-k", "conformance")),
+        "time": (
+            300,
+            (*python, str(bench / "cuda_check.py"), "--json", str(out / "cuda_check.json")),
+        ),
+        "record": (100, (*python, str(CUDA / "record_bits.py"), str(out / "golden_bits.json"))),
+    }
+    if model:
+        text = ("--parts", "text", "--model", model, "--json", str(out / "cuda_text.json"))
+        found["text"] = (120, (*python, str(bench / "cuda_check.py"), *text))
+    return found
+
+
+DEFAULT = "bits,faults,graphs,startup,doctor,memcheck,racecheck,kit,time"
+
+
+def install(wheels):
+    """Core and the plugin, as they lie here; first what a folder of wheels has that is missing."""
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps")
+    if wheels:
+        files = sorted(map(str, Path(wheels).glob("*.whl")))
+        subprocess.run([*pip, "--no-index", *files], check=True)
+    ours = [str(ROOT / name) for name in ("deepinfer-core", "deepinfer-backend-cuda")]
+    subprocess.run([*pip, "--no-build-isolation", *ours], check=True)
+
+
+def run(name, limit, command, out):
+    """One part; its output goes to ``gpu_check.log``, the end of it to the terminal."""
+    print(f"== {name}", flush=True)
+    began = time.perf_counter()
+    with tempfile.TemporaryFile() as file:
+        inside = subprocess.Popen(
+            command, cwd=out, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = inside.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(inside.pid, signal.SIGKILL)
+            inside.wait()
+            code = "ran past its limit"
+        file.seek(0)
+        text = file.read().decode("utf-8", "replace")
+    took = time.perf_counter() - began
+    with (out / "gpu_check.log").open("a", encoding="utf-8") as log:
+        log.write(f"== {name}\n{text}\n")
+    print("\n".join(line[:300] for line in text.splitlines()[-18:]))
+    print(f"-- {name}: {'ok' if code == 0 else code}, {took:.0f} s", flush=True)
+    return {"code": code, "seconds": round(took, 1)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"))
+    parser.add_argument("--wheels")
+    parser.add_argument("--model", help="the demo model's GGUF file, for part text")
+    parser.add_argument("--parts", default=DEFAULT)
+    args = parser.parse_args()
+    out = Path(args.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    install(args.wheels)
+    print(f"-- install: {time.perf_counter() - began:.0f} s", flush=True)
+    known = parts(out, args.model)
+    results = {"date": datetime.date.today().isoformat()}
+    for name in args.parts.split(","):
+        results[name] = run(name, *known[name], out)
+        (out / "gpu_check.json").write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    wrong = [n for n, found in results.items() if n != "date" and found["code"] != 0]
+    print(f"-- {time.perf_counter() - began:.0f} s; failed: {', '.join(wrong) or 'nothing'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
