@@ -41,7 +41,7 @@ TABLE = {
     "serving": (f"{PLAIN} {DOOR}", "executors", "lazy", "numpy"),
     # Imported by `deepinfer serve` alone, so what the extra brings may stand at the top.
     "server": (
-        f"{PLAIN} {DOOR} serving __init__",
+        f"{PLAIN} {DOOR} serving recipes __init__",
         "executors __main__",
         "lazy",
         "fastapi starlette uvicorn prometheus_client pydantic",

@@ -60,15 +60,23 @@ async def arun(
     *,
     sampling_params: SamplingParams | None = None,
     max_repairs: int = MAX_REPAIRS,
+    at_once: int | None = None,
 ) -> RecipeResult:
-    """The same for one text on an event loop; see :func:`run`."""
+    """The same for one text on an event loop; see :func:`run`.
+
+    ``at_once``: questions in the engine at a time; None is all.
+    """
     base = _sampling(sampling_params).model_copy(update={"output_kind": "final_only"})
     session = await asyncio.to_thread(Session, recipe, text, max_repairs)
-    while waiting := session.open_parts():
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_ask(llm, p.messages, _params(base, p.ask))) for p in waiting
-            ]
+    while waiting := session.open_parts()[:at_once]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(_ask(llm, part.messages, _params(base, part.ask)))
+                    for part in waiting
+                ]
+        except ExceptionGroup as failures:  # the first has ended the others
+            raise failures.exceptions[0] from None
         for part, task in zip(waiting, tasks, strict=True):
             session.answer(part, *task.result())
     return session.result()

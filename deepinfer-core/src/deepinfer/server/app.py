@@ -28,6 +28,7 @@ from deepinfer.server.generate import Generate
 from deepinfer.server.limits import Admission
 from deepinfer.server.messages import Messages, count_tokens
 from deepinfer.server.openai import Chat, Completions
+from deepinfer.server.recipes import RecipeBody, Recipes
 from deepinfer.server.responses import Responses
 from deepinfer.server.schemas import ChatBody, CompletionBody, GenerateBody
 from deepinfer.server.schemas_blocks import CountTokensBody, MessagesBody, ResponsesBody
@@ -46,6 +47,7 @@ _WRITERS: Final[Mapping[str, tuple[Dialect, type[BaseModel]]]] = {
     "/v1/responses": (Responses(), ResponsesBody),
     "/v1/messages": (Messages(), MessagesBody),
 }
+_RECIPES: Final = "/v1/recipes"
 _QUESTIONS: Final[Mapping[str, tuple[Callable[..., dict[str, Any]], type[BaseModel]]]] = {
     "/tokenize": (tools.tokenize, tools.TokenizeBody),
     "/detokenize": (tools.detokenize, tools.DetokenizeBody),
@@ -61,13 +63,15 @@ def create_app(service: Service) -> ASGIApp:
     for path, (question, schema) in _QUESTIONS.items():
         _post(api, path, _asking(service, question), schema)
     _post(api, "/abort_requests", _aborting(service), tools.AbortBody)
-    _states(api, service)
+    recipes = Recipes(service)
+    _post(api, _RECIPES, _cooking(service, recipes), RecipeBody)
+    _states(api, service, recipes)
     if service.config.page:
         _page(api)
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(Exception, _fault)
     api.openapi = _document(api)  # type: ignore[method-assign]
-    admission = Admission(api, service, frozenset((*_WRITERS, *_QUESTIONS)))
+    admission = Admission(api, service, frozenset((*_WRITERS, *_QUESTIONS, _RECIPES)))
     known = frozenset(route.path for route in api.routes if hasattr(route, "path"))
     inner = Auth(admission, Keys(service.config.api_keys))
     return Access(_Named(inner, known), service.metrics)
@@ -150,6 +154,18 @@ def _asking(service: Service, question: Callable[..., dict[str, Any]]) -> Callab
     return endpoint
 
 
+def _cooking(service: Service, recipes: Recipes) -> Callable[..., Any]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            raw = await _read(request, service)
+            body = await service.in_thread(lambda: body_of(raw))
+            return JSONResponse(await unless_gone(request.receive, recipes.run(body)))
+        except DeepInferError as why:
+            return error_response(why, request.url.path)
+
+    return endpoint
+
+
 def _aborting(service: Service) -> Callable[..., Any]:
     async def endpoint(request: Request) -> Response:
         try:
@@ -172,7 +188,7 @@ async def _read(request: Request, service: Service) -> bytes:
     return await read_body(request, service.config.max_body_bytes, service.config.body_seconds)
 
 
-def _states(api: FastAPI, service: Service) -> None:
+def _states(api: FastAPI, service: Service, recipes: Recipes) -> None:
     """What can be asked without a body."""
 
     async def health() -> Response:
@@ -199,12 +215,20 @@ def _states(api: FastAPI, service: Service) -> None:
         except DeepInferError as why:
             return error_response(why, request.url.path)
 
+    async def list_recipes(request: Request) -> Response:
+        """The recipes that ``POST`` of the same path runs."""
+        try:
+            return JSONResponse(await recipes.list())
+        except DeepInferError as why:
+            return error_response(why, request.url.path)
+
     async def version() -> Response:
         """Of DeepInfer."""
         return JSONResponse(tools.version())
 
     routes = {"/health": health, "/ready": ready, "/metrics": metrics, "/version": version}
     api.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
+    api.add_api_route(_RECIPES, list_recipes, methods=["GET"], response_model=None)
     for path, endpoint in routes.items():
         api.add_api_route(path, endpoint, methods=["GET"], response_model=None)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -225,22 +225,18 @@ class Service:
             raise InvalidRequestError(
                 f"{count} samples are asked, and one request may ask {most}.", setting="n"
             )
-        longest, wished = self.config.max_tokens, asked.params.max_tokens
+        return replace(asked, params=self.bounded(asked.params))
+
+    def bounded(self, params: SamplingParams) -> SamplingParams:
+        """Parameters within this server's bound of an output; one without a length gets ours."""
+        longest, wished = self.config.max_tokens, params.max_tokens
         if longest is None or (wished is not None and wished <= longest):
-            return asked
+            return params
         if wished is not None:
             raise InvalidRequestError(
                 f"max_tokens={wished}, and this server's bound is {longest}.", setting="max_tokens"
             )
-        update = {"max_tokens": longest}
-        return Asked(
-            params=asked.params.model_copy(update=update),
-            prompts=asked.prompts,
-            messages=asked.messages,
-            options=asked.options,
-            stream=asked.stream,
-            ignored=asked.ignored,
-        )
+        return params.model_copy(update={"max_tokens": longest})
 
     async def outputs(self, run: Run) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What the engine says, as (number of the prompt, output). Leaving it frees everything.

@@ -1,0 +1,41 @@
+"""Recipes over HTTP."""
+
+import pytest
+
+TICKETS = {"labels": ["complaint", "praise"]}
+
+
+def test_the_recipes_are_listed(toy_shared):
+    answer = toy_shared.get("/v1/recipes")
+    assert answer.status == 200
+    listed = {row["id"]: row["about"] for row in answer.json["data"]}
+    assert {"classify", "ner", "sql", "transform"} <= set(listed) and all(listed.values())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"recipe": "soup", "text": "x"}, "ner"),
+        ({"recipe": "classify", "text": "x"}, "labels or fields"),
+        ({"recipe": "classify", "text": "x", "options": {"labels": ["a"], "hue": 1}}, "hue"),
+        ({"recipe": "classify", "text": "x", "options": TICKETS, "hue": 1}, "hue"),
+        ({"recipe": "classify", "text": "", "options": TICKETS}, "text"),
+        ({"recipe": "classify", "text": "x", "options": TICKETS, "max_repairs": 99}, "max_repairs"),
+        ({"recipe": "sql", "text": "x", "options": {"ddl": "DROP"}}, "ddl"),
+        ({"recipe": "classify", "text": "x", "options": TICKETS}, "grammar plugin"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(toy_shared, body, words):
+    answer = toy_shared.ask("POST", "/v1/recipes", body)
+    assert 400 <= answer.status < 500 and words in answer.error["message"]
+    toy_shared.wait_idle()
+
+
+@pytest.mark.model
+def test_a_recipe_runs_on_the_demo_model(demo_server):
+    pytest.importorskip("deepinfer_structured")
+    answer = demo_server.post("/v1/recipes", recipe="classify", text="Bad!", options=TICKETS)
+    assert answer.status == 200, answer.text
+    assert answer.json["value"]["label"] in TICKETS["labels"] and answer.json["valid"]
+    assert answer.json["steps"][0]["attempt"] == 0
+    demo_server.wait_idle()
