@@ -22,13 +22,17 @@ def test_the_recipes_are_listed(toy_shared):
         ({"recipe": "classify", "text": "", "options": TICKETS}, "text"),
         ({"recipe": "classify", "text": "x", "options": TICKETS, "max_repairs": 99}, "max_repairs"),
         ({"recipe": "sql", "text": "x", "options": {"ddl": "DROP"}}, "ddl"),
-        ({"recipe": "classify", "text": "x", "options": TICKETS}, "grammar plugin"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(toy_shared, body, words):
     answer = toy_shared.ask("POST", "/v1/recipes", body)
     assert 400 <= answer.status < 500 and words in answer.error["message"]
     toy_shared.wait_idle()
+
+
+def test_an_engine_without_a_grammar_plugin_says_so(toy_server, slow):
+    answer = toy_server(slow()).post("/v1/recipes", recipe="classify", text="x", options=TICKETS)
+    assert answer.status == 400 and "grammar plugin" in answer.error["message"]
 
 
 @pytest.mark.model
