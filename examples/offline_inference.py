@@ -3,6 +3,7 @@
     python examples/offline_inference.py
     python examples/offline_inference.py --model path/to/model --max-num-seqs 64
     python examples/offline_inference.py --prompt "The three primary colours are"
+    python examples/offline_inference.py --device cuda
 
 Without ``--model`` it runs the demo model, SmolLM2-135M-Instruct, fetched once (93 MB).
 """
@@ -27,6 +28,7 @@ def parse_args() -> argparse.Namespace:
     """The published options, and what a first look needs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help="directory, GGUF file, hub id or demo")
+    parser.add_argument("--device", choices=["cpu", "cuda", "npu"], help="default: the best here")
     parser.add_argument("--ep", type=int, default=1, help="accelerators for the experts")
     parser.add_argument("--dp", type=int, default=1, help="data parallelism")
     parser.add_argument("--cp", type=int, default=1, help="context parallelism")
@@ -52,6 +54,7 @@ def main() -> None:
     )
     with LLM(
         model=args.model,
+        device=args.device,
         expert_parallel_size=args.ep,
         data_parallel_size=args.dp,
         context_parallel_size=args.cp,
