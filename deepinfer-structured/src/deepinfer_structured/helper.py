@@ -21,7 +21,7 @@ _CODE: Final = "import sys; sys.path[:] = {path!r}; from {module} import main; m
 
 
 class TooSlowError(Exception):
-    """The task had to be ended."""
+    """The task had to be ended, and its process with it."""
 
 
 class RefusedError(Exception):
@@ -108,8 +108,14 @@ class _Process:
         self._out = cast("IO[bytes]", self._process.stdout)
 
     def ask(self, kind: bytes, text: str, seconds: float) -> tuple[bytes, str]:
-        """One task; the process is dead afterwards if this raises :class:`TooSlowError`."""
-        timer = threading.Timer(seconds, self._process.kill)
+        """One task; the process is dead if this raises."""
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, kill)
         timer.daemon = True
         timer.start()
         try:
@@ -119,8 +125,10 @@ class _Process:
             answer = None
         finally:
             timer.cancel()
-        if answer is None:
+        if answer is None and late.is_set():
             raise TooSlowError
+        if answer is None:
+            raise RefusedError("its process died of it, for want of memory perhaps")
         return answer
 
     def end(self) -> None:
