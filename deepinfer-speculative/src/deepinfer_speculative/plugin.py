@@ -10,6 +10,7 @@ PLANNER: Final = "deepinfer_speculative.planner:Planner"
 RATIO: Final = "deepinfer_speculative.ratio:RatioVerifier"
 PLANNING: Final = ("costs", "profile_seconds", "min_gain", "walk")
 """Options of the planner, which every method has."""
+DSPARK: Final = ("Qwen3DSparkModel", "LlamaDSparkModel")
 
 
 @hookimpl
@@ -22,5 +23,16 @@ def deepinfer_provide() -> list[Spec]:
             drafter="deepinfer_speculative.ngram:NgramDrafter",
             verifier=RATIO,
             options=(*PLANNING, "prompt_lookup_max", "prompt_lookup_min"),
-        )
+        ),
+        *(
+            SpeculatorSpec(
+                name=name,
+                planner=PLANNER,
+                drafter="deepinfer_speculative.dspark.drafter:DSparkDrafter",
+                verifier=RATIO,
+                options=(*PLANNING, "draft_sampling", "draft_candidates", "draft_head"),
+                architectures=DSPARK,
+            )
+            for name in ("dspark", "dspark-demo")
+        ),
     ]

@@ -1,0 +1,183 @@
+"""config.json of a DSpark draft, as released for Qwen3 (spec 1.4): what is not built is refused.
+
+The released file is the target's config with the draft's fields over it. Others nest the same
+fields under ``dspark_config`` or ``dflash_config``; both are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from deepinfer.errors import ConfigError, ModelLoadError, UnsupportedError
+from deepinfer.models.fields import decoder_fields, optional, required
+from deepinfer.models.llama import LlamaConfig
+
+QWEN3: Final = "Qwen3DSparkModel"
+LLAMA: Final = "LlamaDSparkModel"
+ARCHITECTURES: Final = (QWEN3, LLAMA)
+"""The second is the first without norms on query and key heads, for Llama-shaped targets."""
+_NESTED: Final = ("dflash_config", "dspark_config")
+_FIELDS: Final = frozenset(
+    {
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "num_target_layers",
+        "num_anchors",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+        "markov_rank",
+        "markov_head_type",
+        "sample_from_anchor",
+    }
+)
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "sample_from_anchor": (None, True),
+    "markov_head_type": (None, "vanilla"),
+    "is_neox_style": (None, True),
+    "use_sliding_window": (None, False),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "embedding_scale": (None, 1, 1.0),
+}
+_PREFIXES: Final = ("dspark_", "dflash_", "markov_", "confidence_", "draft_", "dflash", "dspark")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DSparkConfig:
+    """A draft's sizes. ``shape``: its decoder layers. ``block``: trained block size; ``taps``:
+    target layers whose output it reads (−1: the embedding's); ``rank``: of the Markov head, 0
+    without one; ``confident``: it has a confidence head, which reads the Markov embedding too if
+    ``confident_markov``.
+    """
+
+    shape: LlamaConfig
+    block: int
+    mask_token: int
+    taps: tuple[int, ...]
+    rank: int
+    confident: bool
+    confident_markov: bool
+
+    @property
+    def confidence_width(self) -> int:
+        """Columns of the confidence projection."""
+        return self.shape.hidden_size + (self.rank if self.confident_markov else 0)
+
+
+def read_config(raw: Mapping[str, Any]) -> DSparkConfig:
+    """A draft's config.json.
+
+    Raises:
+        UnsupportedError: it asks for something that is not built; all such fields are named.
+        ModelLoadError: a field is missing or no number.
+    """
+    fields = _flat(raw)
+    _refuse(fields)
+    layers = required(fields, "num_hidden_layers")
+    qk_norm = LLAMA not in (fields.get("architectures") or ())
+    head_dim = {"head_dim": optional(fields, "head_dim", 128)} if qk_norm else {}
+    shape = LlamaConfig(
+        **decoder_fields({**fields, **head_dim}), windows=(None,) * layers, qk_norm=qk_norm
+    )
+    rank = optional(fields, "markov_rank", 0)
+    confident = bool(optional(fields, "enable_confidence_head", True))
+    with_markov = bool(optional(fields, "confidence_head_with_markov", True)) and rank > 0
+    return DSparkConfig(
+        shape=shape,
+        block=required(fields, "block_size"),
+        mask_token=_mask(fields, shape.vocab_size),
+        taps=_taps(fields),
+        rank=rank,
+        confident=confident,
+        confident_markov=confident and with_markov,
+    )
+
+
+def check_target(config: DSparkConfig, raw: Mapping[str, Any], target: Any) -> None:
+    """Raise ConfigError unless the draft was made for a target of this shape.
+
+    ``raw``: the draft's config.json; ``target``: the target's config, as its adapter reads it.
+    """
+    wrong = [
+        f"{name} is {mine}, the target's {theirs}"
+        for name, mine, theirs in (
+            ("vocab_size", config.shape.vocab_size, target.vocab_size),
+            ("hidden_size", config.shape.hidden_size, target.hidden_size),
+            ("num_target_layers", _flat(raw).get("num_target_layers") or target.layers,
+             target.layers),
+        )
+        if mine != theirs
+    ]  # fmt: skip
+    last = max(config.taps)
+    if last >= target.layers - 1:
+        wrong.append(f"target_layer_ids has {last}, the last before the target's end is "
+                     f"{target.layers - 2}")  # fmt: skip
+    if wrong:
+        raise ConfigError(
+            f"The draft was not made for this target: {'; '.join(wrong)}.",
+            setting="speculative",
+            next_step="Name the draft that was trained for it.",
+        )
+
+
+def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(raw)
+    for name in _NESTED:
+        nested = fields.pop(name, None)
+        if nested is None:
+            continue
+        if not isinstance(nested, Mapping):
+            raise ModelLoadError(f"The draft's {name} is no mapping.", setting=name)
+        unknown = sorted(set(nested) - _FIELDS - set(_NEUTRAL) - {"draft_vocab_size"})
+        if unknown:
+            raise UnsupportedError(
+                f"The draft's {name} has {', '.join(unknown)}, which is not known.", setting=name
+            )
+        fields |= nested
+    return fields
+
+
+def _refuse(fields: Mapping[str, Any]) -> None:
+    """What changes the mathematics and is not built, all at once, by name."""
+    found = [
+        f"{name}={fields[name]!r}"
+        for name, fine in _NEUTRAL.items()
+        if name in fields and fields[name] not in fine
+    ]
+    if fields.get("draft_vocab_size") not in (None, fields.get("vocab_size")):
+        found.append(f"draft_vocab_size={fields['draft_vocab_size']!r}")
+    kinds = set(fields.get("layer_types") or ()) - {"full_attention"}
+    found += [f"layer_types with {kind!r}" for kind in sorted(kinds)]
+    known = _FIELDS | {"draft_vocab_size"}
+    found += sorted(
+        name for name in fields if name.startswith(_PREFIXES) and name not in known
+    )
+    if found:
+        raise UnsupportedError(
+            f"The draft's config.json asks for {', '.join(found)}, which is not built.",
+            setting=found[0].split("=")[0],
+            next_step="Drafts in the format of the released Qwen3 checkpoints are read.",
+        )
+
+
+def _mask(fields: Mapping[str, Any], vocab: int) -> int:
+    value = fields.get("mask_token_id")
+    if not isinstance(value, int) or not 0 <= value < vocab:
+        raise ModelLoadError(
+            f"The draft's mask_token_id={value!r} is no id below {vocab}.", setting="mask_token_id"
+        )
+    return value
+
+
+def _taps(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = fields.get("target_layer_ids")
+    fine = isinstance(ids, list) and ids and all(isinstance(i, int) and i >= -1 for i in ids)
+    if not fine or len(set(ids)) != len(ids):
+        raise ModelLoadError(
+            f"The draft's target_layer_ids={ids!r} are no different layers from -1 on.",
+            setting="target_layer_ids",
+        )
+    return tuple(ids)

@@ -1,0 +1,83 @@
+"""From block rows to drafts: the Markov head step by step, then confidences. Spec 1.2 and 1.3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from deepinfer_speculative.dspark.backbone import Backbone
+
+Pick = Callable[[int, Tensor], Tensor]
+"""(k, logits float32[R, V]) to the ids int64[R] of draft k + 1; ties to the lowest id."""
+
+
+def draft_steps(
+    model: Backbone, base: Tensor, anchors: Tensor, pick: Pick, candidates: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """γ drafts, each corrected by the one before it: ``logits_k = U_k + W1[x_{k−1}]·W2ᵀ``.
+
+    base float32[R, γ, V]: the head's logits U; anchors int64[R]. ``candidates``: correct only so
+    many best ids of U and forbid the others; 0 corrects all. Returns ids int64[R, γ] and, with a
+    Markov head, its embeddings [R, γ, r] of the token before each draft.
+    """
+    gamma, ops = base.shape[1], model.ops
+    chosen = _Candidates(model, base, candidates) if 0 < candidates < base.shape[2] else None
+    before, ids, embeddings = anchors, [], []
+    for k in range(gamma):
+        logits = base[:, k]
+        if model.config.rank:
+            e = ops.embedding(before, model.w1.weight)
+            embeddings.append(e)
+            if chosen is None:
+                logits = logits + ops.linear(_wide(model, e), model.w2.weight, None, torch.float32)
+            else:
+                logits = chosen.corrected(k, e)
+        before = pick(k, logits.contiguous())
+        ids.append(before)
+    return torch.stack(ids, 1), torch.stack(embeddings, 1) if embeddings else None
+
+
+class _Candidates:
+    """The best ids of each row of U, and the rows of W2 that correct them."""
+
+    def __init__(self, model: Backbone, base: Tensor, count: int) -> None:
+        rows, gamma, self._vocab = base.shape
+        self._base, self._ids = base.topk(count, dim=2)
+        table = model.ops.embedding(self._ids.flatten(), model.w2.weight)
+        self._w2 = table.float().view(rows, gamma, count, -1)
+
+    def corrected(self, k: int, e: Tensor) -> Tensor:
+        """float32[R, V], −inf outside the candidates of position k; e [R, r]."""
+        values = self._base[:, k] + (self._w2[:, k] * e.float()[:, None]).sum(-1)
+        full = values.new_full((len(values), self._vocab), -torch.inf)
+        return full.scatter_(1, self._ids[:, k], values)
+
+
+def confidence_logits(model: Backbone, hidden: Tensor, embeddings: Tensor | None) -> Tensor | None:
+    """float32[R, γ]: ``w·[h_k ; W1[x_{k−1}]] + b``, in float32; None without the head.
+
+    hidden [R, γ, H] behind the final norm; embeddings [R, γ, r].
+    """
+    if not model.config.confident:
+        return None
+    x = hidden.float()
+    if model.config.confident_markov:
+        assert embeddings is not None, "a Markov head has embeddings"
+        x = torch.cat((x, embeddings.float()), -1)
+    z: Tensor = model.ops.linear(x.flatten(0, 1), model.sure.weight, None, torch.float32)
+    z = z.view(hidden.shape[:2])
+    return z if model.sure.bias is None else z + model.sure.bias.float()
+
+
+def _wide(model: Backbone, rows: Tensor) -> Tensor:
+    """In the type that activations have."""
+    return rows if model.dtype is None else rows.to(model.dtype)
+
+
+def sigmoid(z: Tensor, temperature: Tensor) -> Any:
+    """Calibrated: σ(z / T); T float32[γ] or [R, γ]."""
+    return torch.sigmoid(z / temperature)
