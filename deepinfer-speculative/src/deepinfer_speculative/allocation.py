@@ -14,7 +14,7 @@ from torch import Tensor
 def allocate(survival: Tensor, eligible: Tensor, k: int) -> Tensor:
     """Rank slots by (−survival, position, row) and count each row's winners.
 
-    survival float32[R, γ], not increasing along a row; eligible int64[R] in 0 … γ; k >= 0. Returns
+    survival float32[R, γ] (where one is above the one before it, it counts as that); eligible int64[R] in 0 … γ; k >= 0. Returns
     int64[R]: prefix lengths, at most ``eligible`` each and ``min(k, Σ eligible)`` in all. Does not
     wait for the host. NaN counts as 0. Ties go to the lower position, then to the lower row: so a
     later slot never displaces an earlier one of its own request.
@@ -22,7 +22,7 @@ def allocate(survival: Tensor, eligible: Tensor, k: int) -> Tensor:
     rows, gamma = survival.shape
     position = torch.arange(gamma, device=survival.device)
     mine = position[None] < eligible[:, None]
-    score = torch.nan_to_num(survival, nan=0.0).clamp(min=0.0)
+    score = torch.nan_to_num(survival, nan=0.0).clamp(min=0.0).cummin(1).values
     score = torch.where(mine, score, -1.0).t().reshape(-1)  # position first, then row
     order = torch.sort(score, descending=True, stable=True).indices
     won = torch.zeros(rows * gamma, dtype=torch.int64, device=survival.device)
