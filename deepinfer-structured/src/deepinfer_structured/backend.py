@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from deepinfer.api.grammar import GrammarContext, MaskJob
 from deepinfer.errors import DeepInferError, InvalidRequestError
 
@@ -24,7 +26,6 @@ from deepinfer_structured.sources import Source, key_of, source_of
 from deepinfer_structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 _REMEMBERED: Final = 256  # sources and refusals
@@ -83,7 +84,7 @@ class XGrammarBackend:
     def _source(self, key: str, spec: Any) -> Source:
         source = self._sources.get(key)
         if source is None:
-            source = source_of(spec, self.options)
+            source = source_of(spec, self.options, self.vocabulary.id_of)
             self._sources.put(key, source)
         return source
 
@@ -96,7 +97,8 @@ class XGrammarBackend:
             grammar, text = self._compile(source, spec.schema_type)
             if self._disk is not None:
                 self._disk.put(name, text or grammar.serialize_json())
-        compiled = Compiled(grammar, source.loose)
+        texts = self._texts(source) if source.tag else None
+        compiled = Compiled(grammar, source.loose, texts)
         self._compiled.put(key, compiled, grammar.memory_size_bytes)
         return compiled
 
@@ -161,9 +163,15 @@ class XGrammarBackend:
         import xgrammar
 
         inner = xgrammar.GrammarMatcher(compiled.grammar)
-        if not compiled.loose:
-            return Matcher(inner, self._size, ends)
-        return Matcher(inner, self._size, ends, self.vocabulary.tokens, self._validator(spec))
+        matcher = Matcher(inner, self._size, ends, compiled.texts)
+        if compiled.loose:
+            matcher.validate_with(self.vocabulary.tokens, self._validator(spec))
+        return matcher
+
+    def _texts(self, source: Source) -> NDArray[np.int32]:
+        bits = np.ones(-(-self._size // 32) * 32, np.uint8)
+        bits[[i for i in self.vocabulary.special - source.named if i < self._size]] = 0
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
     def _validator(self, spec: Any) -> Callable[[bytes], str | None]:
         def validate(text: bytes) -> str | None:
@@ -180,14 +188,17 @@ class XGrammarBackend:
         self._helpers.close()
 
 
+@dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled grammar, and whether it allows more than its spec."""
+    """A compiled grammar, and what a matcher of it must know.
 
-    __slots__ = ("grammar", "loose")
+    ``loose``: it allows more than its spec. ``texts`` int32[⌈V/32⌉]: the ids that may be in it,
+    where it has free text, which would let special tokens pass.
+    """
 
-    def __init__(self, grammar: Any, loose: bool) -> None:
-        self.grammar = grammar
-        self.loose = loose
+    grammar: Any
+    loose: bool
+    texts: NDArray[np.int32] | None
 
 
 def _costs(message: str) -> InvalidRequestError:

@@ -28,27 +28,33 @@ class Matcher:
         inner: an ``xgrammar.GrammarMatcher`` of a grammar without end tokens.
         size: columns of the logits.
         ends: ids that end the text.
-        tokens: what each id spells; wanted where ``validate`` is.
-        validate: looks at the whole text when it has ended, if its grammar is larger than its spec.
+        texts: int32 mask of the ids that may stand in the text, where not all that xgrammar allows.
     """
 
-    __slots__ = ("_done", "_ends", "_size", "_tokens", "_validate", "_written", "inner")
+    __slots__ = ("_done", "_ends", "_size", "_texts", "_tokens", "_validate", "_written", "inner")
 
     def __init__(
         self,
         inner: Any,
         size: int,
         ends: frozenset[int],
-        tokens: Sequence[bytes] = (),
-        validate: Validator | None = None,
+        texts: NDArray[np.int32] | None = None,
     ) -> None:
         self.inner = inner
         self._size = size
         self._ends = ends
-        self._tokens = tokens
-        self._validate = validate
+        self._texts = texts
+        self._tokens: Sequence[bytes] = ()
+        self._validate: Validator | None = None
         self._written = bytearray()
         self._done = self._final()
+
+    def validate_with(self, tokens: Sequence[bytes], validate: Validator) -> None:
+        """Have the whole text looked at when it has ended: its grammar is larger than its spec.
+
+        ``tokens``: what each id spells.
+        """
+        self._tokens, self._validate = tokens, validate
 
     def fill(self, rows: NDArray[np.int32], drafts: Sequence[int]) -> int:
         self.inner.fill_next_token_bitmask(rows, 0)
@@ -70,9 +76,10 @@ class Matcher:
                     raise RuntimeError(f"xgrammar allows token {draft} and refuses it")
                 moved += 1
                 self.inner.fill_next_token_bitmask(rows, legal)
-                if self.allow_ends(rows[legal]) and not self._any(rows[legal]):
-                    rows[legal] = -1
+                if self._final():
+                    rows[legal] = -1  # likewise, and without an end token
                     break
+                self.allow_ends(rows[legal])
         finally:
             if moved:
                 self.inner.rollback(moved)
@@ -82,7 +89,9 @@ class Matcher:
         return 0 <= token < self._size and bool(row[token // 32] >> token % 32 & 1)
 
     def allow_ends(self, row: NDArray[np.int32]) -> bool:
-        """Whether the text may end here; its end ids are allowed then."""
+        """Whether the text may end here; its end ids are allowed then. Special tokens go."""
+        if self._texts is not None:
+            row &= self._texts
         if not self.inner.is_completed():
             return False
         words = row.view(np.uint32)
@@ -111,7 +120,7 @@ class Matcher:
             return False
         row = np.empty((1, -(-self._size // 32)), np.int32)
         self.inner.fill_next_token_bitmask(row, 0)
-        return not self._any(row[0])
+        return not self._any(row[0] if self._texts is None else row[0] & self._texts)
 
     def _any(self, row: NDArray[np.int32]) -> bool:
         """Some id is allowed; bits behind the last one do not count."""
@@ -122,7 +131,8 @@ class Matcher:
         return self._done
 
     def fork(self) -> Matcher:
-        twin = Matcher(self.inner.fork(), self._size, self._ends, self._tokens, self._validate)
+        twin = Matcher(self.inner.fork(), self._size, self._ends, self._texts)
+        twin._tokens, twin._validate = self._tokens, self._validate
         twin._written = bytearray(self._written)
         twin._done = self._done
         return twin

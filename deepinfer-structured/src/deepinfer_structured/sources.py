@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from deepinfer_structured.schema import (
     compile_regex,
     compile_schema,
 )
+from deepinfer_structured.tags import prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ class Source:
         tag: it is a structural tag.
         foreign: the caller wrote it.
         loose: the grammar allows more than the spec, so the text must be validated.
+        named: the special tokens that a structural tag asks for.
     """
 
     text: str
     tag: bool = False
     foreign: bool = False
     loose: bool = False
+    named: frozenset[int] = frozenset()
 
 
 def key_of(spec: Any, options: Options) -> str:
@@ -65,13 +68,17 @@ def digits_of(spec: Any, options: Options) -> int:
     return options.max_digits if spec.max_digits is None else int(spec.max_digits)
 
 
-def source_of(spec: Any, options: Options) -> Source:
-    """Write a spec as a grammar.
+def source_of(spec: Any, options: Options, id_of: Callable[[str], int | None]) -> Source:
+    """Write a spec as a grammar; ``id_of`` finds the tokens that structural tags name.
 
     Raises:
         InvalidRequestError: where in the spec, why, and what to write instead.
     """
-    source: Source = _WRITERS[spec.schema_type](spec, options)
+    if spec.schema_type == "structural_tag":
+        tag, named = prepared(spec.rule, _schema_options(spec, options, False), id_of)
+        source = Source(json.dumps(tag), tag=True, foreign=True, named=named)
+    else:
+        source = _WRITERS[spec.schema_type](spec, options)
     if len(source.text) > options.max_grammar_bytes:
         raise InvalidRequestError(
             f"This {spec.schema_type} comes to a grammar of {len(source.text)} characters; "
@@ -105,10 +112,6 @@ def _ebnf(spec: Any, options: Options) -> Source:
     return Source(spec.rule, foreign=True)
 
 
-def _structural_tag(spec: Any, options: Options) -> Source:
-    return Source(json.dumps(spec.rule), tag=True, foreign=True)
-
-
 def _schema_options(spec: Any, options: Options, loose: bool) -> SchemaOptions:
     return SchemaOptions(
         loose=loose,
@@ -119,11 +122,10 @@ def _schema_options(spec: Any, options: Options, loose: bool) -> SchemaOptions:
     )
 
 
-_WRITERS: Mapping[str, Any] = {
+_WRITERS: Mapping[str, Callable[[Any, Options], Source]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
     "ebnf": _ebnf,
-    "structural_tag": _structural_tag,
 }

@@ -1,7 +1,8 @@
 """What xgrammar must know of a model's vocabulary: :class:`Vocabulary`.
 
-Special tokens have no text here, so no grammar of texts can allow them; ids of the logits that the
-tokenizer does not have (padding, images) have none either. The ids that end a text are not told to
+Special tokens are spelt in bytes that are no UTF-8, so no grammar of texts can allow them, and only
+a structural tag that names one does; ids of the logits that the tokenizer does not have (padding,
+images) have no text at all and are never allowed. The ids that end a text are not told to
 xgrammar at all: which ones they are is a matter of the request (``matcher.py``).
 """
 
@@ -42,11 +43,19 @@ class Vocabulary:
         known = self._tokenizer
         plain = [b""] * self.size
         for token in range(min(self.size, known.vocab_size)):
-            if token not in known.special_ids:
+            if token in known.special_ids:
+                plain[token] = b"\xff<%d>" % token
+            else:
                 plain[token] = known.token_bytes(token)
         if known.text_kind == "other":  # broken characters were decoded to U+FFFD
             plain = [b"" if b"\xef\xbf\xbd" in text else text for text in plain]
         return plain
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        found: frozenset[int] = self._tokenizer.special_ids
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
