@@ -27,16 +27,19 @@ SHARED = ROOT / ".nox" / "core"
 CONSTRAINTS = ROOT / "constraints.txt"
 KIT = ("-m", "pytest", "-q", "--pyargs", "deepinfer.testing.conformance")
 DOCS = ("tests/house/test_docs.py", "tests/house/test_contract.py")
-QUICK = "not slow and not network and not gpu and not npu"
+QUICK = "not slow and not network and not gpu and not npu and not browser"
 TRITON = "triton>=3.6,<3.7"
 PEERS = ("transformers==5.24.0", "nemo-automodel==0.7.0")
 
 nox.needs_version = ">=2024.4"
 GOLDEN = ROOT.parent / "shared" / "golden" / "deepseek-v41"
+SUITE = ROOT.parent / "shared" / "data" / "json-schema-test-suite"
 
 nox.options.sessions = ["lint", "types", "tests", "plugins", "kernels", "dist"]
 if GOLDEN.is_dir():
     nox.options.sessions.append("golden")
+if SUITE.is_dir():
+    nox.options.sessions.append("structured_coverage")
 nox.options.error_on_external_run = True
 nox.options.reuse_venv = "no"
 
@@ -82,6 +85,20 @@ def golden(session: nox.Session) -> None:
         session.skip("give the folder of the golden configurations: nox -s golden -- PATH")
     folder = "tests/core/models/deepseek_v41"
     session.run(shared(session), "-m", "pytest", "-q", folder, "--golden", where[0], external=True)
+
+
+@nox.session(venv_backend="none", default=False)
+def structured_coverage(session: nox.Session) -> None:
+    """The JSON Schema Test Suite: no invalid instance accepted, and the numbers as published.
+
+    ``nox -s structured_coverage -- PATH`` names its folder; without a path it is the one beside the
+    workspace, and CI runs the session where that is there.
+    """
+    where = session.posargs or ([str(SUITE)] if SUITE.is_dir() else [])
+    if not where:
+        session.skip("give the folder of the suite: nox -s structured_coverage -- PATH")
+    script = ("benchmarks/structured_coverage.py", *where, "--check")
+    session.run(shared(session), *script, external=True)
 
 
 @nox.session(default=False)
@@ -140,6 +157,17 @@ def gpu(session: nox.Session) -> None:
     """
     script = ("benchmarks/gpu_check.py", *session.posargs)
     session.run(sys.executable, *script, external=True)
+
+
+@nox.session(default=False)
+def browser(session: nox.Session) -> None:
+    """The server's page in a headless Chromium: $CHROMIUM, the system's, or playwright's own.
+
+    And a thousand requests by schemathesis.
+    """
+    session.install(f"{CORE}[test]", "playwright>=1.40", "schemathesis>=4.0", env=bound())
+    where = ("tests/core/server/test_page.py", "tests/core/server/test_fuzz.py")
+    session.run("python", "-m", "pytest", "-q", *where, *session.posargs)
 
 
 @nox.session(venv_backend="none", default=False)

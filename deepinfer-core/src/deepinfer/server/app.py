@@ -37,7 +37,7 @@ from deepinfer.server.service import Service
 _PAGE: Final = Path(__file__).parent / "page"
 _FILES: Final = ("page.css", "page.js")
 _SELF_ONLY: Final = {
-    "content-security-policy": "default-src 'self'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
 _WRITERS: Final[Mapping[str, tuple[Dialect, type[BaseModel]]]] = {
