@@ -26,10 +26,10 @@ class ChatOptions:
         tools: JSON descriptions of the functions that the model may call.
         tool_choice: ``auto``, ``none``, ``required`` or ``{"type": "function", "function":
             {"name": …}}``.
-        response_format: ``{"type": "text" | "json_object" | "json_schema", …}``, shown to the
-            model; ``SamplingParams.so_args`` is what forces it.
-        format_is_forced: a grammar forces ``response_format`` anyway, so a format that has no
-            place for it may leave it out.
+        response_format: ``{"type": "text" | "json_object" | "json_schema", …}``. A chat format
+            shows it to the model; a grammar forces it.
+        format_is_forced: the caller has put ``response_format`` into ``so_args`` himself. A chat
+            format that has no place for it may leave it out.
         reasoning_effort: how long the model should think, in the format's own words.
         thinking: whether it should think at all.
         add_generation_prompt: end with the opening of the assistant's turn.

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
@@ -69,6 +70,12 @@ _ENGINE: Final[Sequence[Option]] = (
     _opt("--prefix-caching/--no-prefix-caching", "enable_prefix_caching", default=None),
     _opt("--overlap/--no-overlap", default=None, help="Plan one step ahead of the device."),
     _opt("--scheduling-policy", help="fcfs, priority or a plugin's."),
+    _opt("--grammar-backend", help="A grammar plugin's name, for structured output."),
+    _opt(
+        "--grammar-acceleration",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        help="Who applies grammars' masks.",
+    ),
     _opt("--speculative", help="A draft's name or path, key=value,… or a JSON object; off."),
     _opt("--threads", "num_threads", type=int, help="CPU threads."),
     _opt("--generation-config", type=click.Choice(["auto", "none"])),
@@ -106,6 +113,10 @@ _SAMPLING: Final[Sequence[Option]] = (
     _opt("--allow-token-id", "allowed_token_ids", type=int, multiple=True),
     _opt("--logit-bias", multiple=True, metavar="ID:BIAS", help="Added to a token's logit."),
     _opt("--logprobs", type=int, help="Best candidates to report per token."),
+    _opt("--json-schema", metavar="FILE|JSON", help="The output is JSON of this schema."),
+    _opt("--regex", metavar="PATTERN", help="The output matches it, whole."),
+    _opt("--grammar", metavar="FILE|EBNF", help="The output is a text of this grammar."),
+    _opt("--choice", multiple=True, help="The output is one of these texts."),
     _opt("--keep-special-tokens", "skip_special_tokens", flag_value=False, default=None),
 )
 
@@ -218,7 +229,36 @@ def sampling_params(sampling: dict[str, Any], base: Any = None) -> Any:
         given["max_tokens"] = None
     if "logit_bias" in given:
         given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
+    given.update(_structured(given))
     return SamplingParams(**{"temperature": 0.0, **base.model_dump(exclude_unset=True), **given})
+
+
+_RULES: Final = {"json_schema": "json", "regex": "regex", "grammar": "ebnf", "choice": "choice"}
+
+
+def _structured(given: dict[str, Any]) -> dict[str, Any]:
+    """The option that says what the output must obey, taken out, as ``so_args``."""
+    rules = {name: given.pop(name) for name in _RULES if name in given}
+    if len(rules) > 1:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in rules)
+        raise click.UsageError(f"{named} each say what the output must obey; give one of them.")
+    for name, rule in rules.items():
+        if name in ("json_schema", "grammar"):
+            rule = _text_or_file(rule, f"--{name.replace('_', '-')}")
+        return {"so_args": {"schema_type": _RULES[name], "schema": rule}}
+    return {}
+
+
+def _text_or_file(given: str, option: str) -> str:
+    """A rule as it is typed, or the contents of the file of that name."""
+    if any(mark in given for mark in ("{", "::=")) or given.strip() in ("true", "false"):
+        return given
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, ValueError) as why:
+        raise click.BadParameter(
+            f"{given!r} is neither a rule nor a file that can be read: {why}.", param_hint=option
+        ) from None
 
 
 def _bias(text: str) -> tuple[int, float]:

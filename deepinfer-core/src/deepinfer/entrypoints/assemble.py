@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from deepinfer import settings
@@ -25,6 +25,7 @@ from deepinfer.entrypoints.speculation import open_planner, speculator_name
 from deepinfer.errors import InvalidRequestError, TokenizerError
 from deepinfer.plugins import PluginManager, Resolution, Wanted
 from deepinfer.sampling_params import SamplingParams
+from deepinfer.structured.wishes import format_spec
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import Executor, ModelFacts
@@ -109,6 +110,9 @@ class Assembly:
                 self._chat_formats.clear()  # who brings a template of his own each time
             chat = chat_format(self.tokenizer, template, self.facts.architecture)
             self._chat_formats[template] = chat
+        forced = None if options.format_is_forced else format_spec(options.response_format)
+        if forced is not None:
+            options = replace(options, format_is_forced=True)
         rendered = chat.render(messages, options)
         images = self.preparer.images.read(rendered.images)
         ids = prompt_ids(rendered, self.tokenizer, [image.tokens for image in images])
@@ -117,6 +121,7 @@ class Assembly:
             "prompt_token_ids": ids,
             "parser": rendered.parser,
             "reasoning_end": rendered.reasoning_end,
+            "so_args": forced,
             "images": self.preparer.images.place(ids, images),
         }
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from deepinfer.chat import ChatOptions
 from deepinfer.errors import InvalidRequestError
+from deepinfer.structured.wishes import format_spec
 
 # Fields of a body that mean what SamplingParams means by the same name.
 _SAME: Final = (
@@ -117,11 +118,5 @@ def _logprobs_wish(body: Mapping[str, Any], chat: bool) -> dict[str, int]:
 
 
 def _format_wish(wish: Any) -> dict[str, Any]:
-    kind = (wish or {}).get("type", "text")
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"so_args": {"schema_type": "json_object"}}
-    if kind == "json_schema":
-        return {"so_args": {"schema_type": "json", "schema": wish["json_schema"].get("schema")}}
-    raise InvalidRequestError(f"response_format.type={kind!r} is unknown.", setting="type")
+    spec = format_spec(wish)
+    return {} if spec is None else {"so_args": spec}

@@ -44,9 +44,10 @@ class ChatPrompt(TextPrompt):
     """A rendered conversation; ``parser`` makes what takes an answer apart, where one can.
 
     ``reasoning_end``: the text that ends the reasoning with which the answer begins, if it does.
-    ``images``: at their places in the ids.
+    ``images``: at their places in the ids. ``so_args``: what the answer must obey.
     """
 
+    so_args: NotRequired[Mapping[str, Any] | None]
     parser: NotRequired[Callable[[], OutputParser] | None]
     reasoning_end: NotRequired[str]
     images: NotRequired[tuple[Image, ...]]
@@ -296,6 +297,15 @@ def _for_answers(
     if not isinstance(prompt, Mapping):
         return None, params
     chat = cast("ChatPrompt", prompt)
+    forced = chat.get("so_args")
+    if forced is not None and params.so_args is not None:
+        raise InvalidRequestError(
+            "so_args and response_format both say what the answer must obey.",
+            setting="response_format",
+            next_step="Give one of them.",
+        )
+    if forced is not None:
+        params = params.model_copy(update={"so_args": forced})
     parser = chat.get("parser")
     if parser is None or not params.detokenize:  # an answer is taken apart by its text
         return None, params

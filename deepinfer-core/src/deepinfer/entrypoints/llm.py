@@ -126,7 +126,8 @@ class LLM(FrontDoor):
             chat_template: a Jinja template in place of the model's own format.
             tools: JSON descriptions of the functions that the model may call.
             tool_choice: ``auto``, ``none``, ``required`` or a function's name, as OpenAI spells it.
-            response_format: shown to the model, not forced: ``SamplingParams.so_args`` forces.
+            response_format: ``json_object`` and ``json_schema`` force the answer, as
+                ``SamplingParams.so_args`` does, and are shown to the model where its format can.
             reasoning_effort: how long to think, in the words of the model's format.
             enable_thinking: whether to think; None is the format's default.
             chat_template_kwargs: further variables of the format.
