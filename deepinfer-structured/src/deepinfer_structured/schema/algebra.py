@@ -65,7 +65,7 @@ from .formula import (
 from .keywords import UNIVERSES, Reader, constant, kind_of
 from .limits import SchemaOptions, limit, spend
 from .numbers import Numbers, numbers
-from .resolve import Place, Schemas
+from .resolve import Place, Schemas, escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,8 @@ class Algebra:
         self._numbers: dict[Any, int] = {}
         self._memo: dict[Any, Any] = {}
         self._open: dict[Any, None] = {}
+        self._false: list[Place] = []
+        self.blamed: Place | None = None
 
     # Nodes.
 
@@ -107,6 +109,7 @@ class Algebra:
         if place.schema is True or place.schema == {}:
             return TRUE
         if place.schema is False:
+            self._false.append(place)
             return FALSE
         if self.schemas.uses_dynamic and place.base not in scope:
             scope = (*scope, place.base)
@@ -451,8 +454,10 @@ class Algebra:
         claims, (low, high) = Claims(branch), size(branch)
         if high is not None and (low > high or len(claims.needed) > high):
             return True
-        if any(self.empty(claims.child(name)) for name in claims.needed):
-            return True
+        for name in claims.needed:
+            if self.empty(claims.child(name)):
+                self._blame(claims.child(name), f"/properties/{escaped(name)}")
+                return True
         return any(
             some.literal == FALSE
             or any(
@@ -476,7 +481,19 @@ class Algebra:
                 return True
         last = max((a.index + 1 for a in branch if isinstance(a, At)), default=0)
         last = max([last, *(a.start + 1 for a in branch if isinstance(a, Count))])
-        return any(self.empty(item(branch, i)) for i in range(min(low, last)))
+        for index in range(min(low, last)):
+            if self.empty(item(branch, index)):
+                self._blame(item(branch, index), "/items")
+                return True
+        return False
+
+    def _blame(self, state: State, token: str) -> None:
+        """Remember the first member that must be there and cannot: for the error, if it comes."""
+        if self.blamed is None and state - {FALSE}:
+            self.blamed = self.place(min(state - {FALSE}, key=abs))
+        elif self.blamed is None:
+            fitting = (place for place in self._false if place.pointer.endswith(token))
+            self.blamed = next(fitting, None)
 
 
 def _everything(kind: str) -> Scalars:

@@ -150,7 +150,8 @@ def _compiled(schema: Any, options: SchemaOptions) -> CompiledSchema:
     builder.run()
     done = builder.rules.productive()
     if root.key not in done:
-        path = _culprit(builder, root.key, done)
+        blamed = algebra.blamed
+        path = blamed.path if blamed else _culprit(builder, root.key, done)
         raise UnsupportedSchemaError(path, "schema", "no value satisfies it", "one that can be met")
     return CompiledSchema(written(builder.rules, root.key), tuple(algebra.loose))
 

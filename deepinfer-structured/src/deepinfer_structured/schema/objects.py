@@ -15,6 +15,7 @@ from .write import Ref, Repeat, Sequence_
 if TYPE_CHECKING:
     from .compiler import Builder
 
+Region = tuple[Language, State, tuple[Some, ...]]
 MAX_LISTED = 64
 
 
@@ -22,7 +23,8 @@ class ObjectWriter:
     """Writes one branch.
 
     Unlisted keys are split into *regions*, by what their values must satisfy. A region with few
-    names is listed. A region in which some key is demanded (``Some``) gives at most that one.
+    names is listed. A region in which a key with a certain value is
+    demanded gives at most that one.
     Other regions repeat freely: a grammar cannot compare keys of any length, so one may come
     twice; either value is valid, and they count as a single key where ``minProperties`` counts.
     """
@@ -35,7 +37,7 @@ class ObjectWriter:
         self.low, self.high = size(branch)
         self.key = builder.fresh()
         self.children: dict[str, State] = {}
-        self.regions: list[tuple[Language, State, tuple[Some, ...]]] = []
+        self.regions: list[Region] = []
         self.list_names()
         self.count_keys()
 
@@ -49,7 +51,8 @@ class ObjectWriter:
         order = self.builder.order(self.state)
         ordered = sorted(names, key=lambda name: order.get(name, len(order)))
         found = {name: self.claims.child(name) for name in ordered}
-        self.children = {n: c for n, c in found.items() if not self.builder.algebra.empty(c)}
+        empty = self.builder.algebra.empty
+        self.children = {n: c for n, c in found.items() if n in self.needed or not empty(c)}
         for region in self.split(Words(frozenset(names), negated=True)):
             few = words_of(region[0], MAX_LISTED)
             if few is None:
@@ -57,7 +60,7 @@ class ObjectWriter:
             for name in few or ():
                 self.children[name] = self.claims.child(name)
 
-    def split(self, others: Language) -> list[tuple[Language, State, tuple[Some, ...]]]:
+    def split(self, others: Language) -> list[Region]:
         """The regions of the names that are not listed, as far as the options let them in."""
         policy = self.builder.options.additional_properties
         if policy == "never":
@@ -69,7 +72,7 @@ class ObjectWriter:
             for names in asked:
                 pieces = [meet(piece, complement(names)) for piece in pieces]
             others = meet(others, complement(pieces[0]))
-        regions: list[tuple[Language, State, tuple[Some, ...]]] = [(others, frozenset(), ())]
+        regions: list[Region] = [(others, frozenset(), ())]
         claims: list[All | Some] = [*self.claims.alls, *self.wanted]
         for atom in claims:
             if isinstance(atom.names, Words) and not atom.names.negated:
@@ -89,8 +92,9 @@ class ObjectWriter:
 
     def count_keys(self) -> None:
         """Decide whether keys must be counted, and whether they can be."""
-        self.once = [region for region in self.regions if region[2]]
-        self.free = [region for region in self.regions if not region[2]]
+        picky = [any(atom.literal != TRUE for atom in hits) for _, _, hits in self.regions]
+        self.once = [region for region, yes in zip(self.regions, picky, strict=True) if yes]
+        self.free = [region for region, yes in zip(self.regions, picky, strict=True) if not yes]
         sure = len(self.children) + len(self.once) + bool(self.free)
         if self.low > sure and self.free:
             path = f"{self.builder.path(self.state)}/minProperties"
@@ -147,25 +151,42 @@ class ObjectWriter:
         self.builder.later.append(lambda: self.listed(index, count, wanted))
         return Ref((self.key, index, count, wanted))
 
+    def demanded(
+        self, first: int, count: int, region: Region, wanted: tuple[Some, ...]
+    ) -> Sequence_:
+        """A key that meets demands, and what follows it."""
+        names, state, met = region
+        left = tuple(atom for atom in wanted if atom not in met)
+        after = min(count + 1, self.cap)
+        key = (self.key, "once", first, after, left)
+        if key not in self.builder.rules.rules:
+            self.builder.rules.add(key, self.unlisted(first, after, left))
+        return (*self.before(count), *self.member(names, state), Ref(key))
+
     def unlisted(self, first: int, count: int, wanted: tuple[Some, ...]) -> list[Sequence_]:
-        """Behind the listed keys: those that are demanded, region by region, then any."""
+        """Behind the listed keys: those that are demanded, region by region, then any.
+
+        ``first``: the next region that may give its only key; behind all of them, a key of a region
+        that repeats has been written and may come again.
+        """
         lines: list[Sequence_] = []
         room = None if self.high is None else self.high - count
         if room != 0:
             for i in range(first, len(self.once)):
                 names, state, hits = self.once[i]
                 for met in subsets([atom for atom in hits if atom in wanted])[1:]:
-                    left = tuple(atom for atom in wanted if atom not in met)
-                    member = self.member(names, state | {atom.literal for atom in met} - {TRUE})
-                    after = min(count + 1, self.cap)
-                    key = (self.key, "once", i + 1, after, left)
-                    rest = self.builder.rules.add(key, self.unlisted(i + 1, after, left))
-                    lines.append((*self.before(count), *member, rest))
+                    child = state | {atom.literal for atom in met} - {TRUE}
+                    lines.append(self.demanded(i + 1, count, (names, child, met), wanted))
+            for names, state, hits in self.free:
+                if some := tuple(atom for atom in hits if atom in wanted):
+                    region = (names, state, some)
+                    lines.append(self.demanded(len(self.once) + 1, count, region, wanted))
         if wanted:
             return lines
         if count >= self.low:
             lines.append(("}",) if count == 0 else (self.builder.space(), "}"))
-        if self.free and room != 0 and count + 1 >= self.low:
+        fresh = first <= len(self.once)
+        if self.free and room != 0 and count + fresh >= self.low:
             extra = self.builder.rules.add(
                 (self.key, "extra"), [self.member(names, state) for names, state, _ in self.free]
             )
