@@ -61,6 +61,18 @@ class CudaDevice:
             self._graphs.forget()
         torch.cuda.empty_cache()
 
+    def measure(self, work: Callable[[], object]) -> int:
+        """Run ``work``; the bytes by which the memory that torch holds grew, all given back."""
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.torch_device)
+        try:
+            work()
+            torch.cuda.synchronize(self.torch_device)
+            return torch.cuda.memory_reserved(self.torch_device) - before
+        finally:
+            torch.cuda.empty_cache()
+
     def explain(self, error: Exception) -> Exception:
         """``error``, or in plain words that the GPU cannot be used any more in this process."""
         return explained(error, self.torch_device)

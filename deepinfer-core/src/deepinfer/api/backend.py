@@ -99,7 +99,9 @@ class Device(Protocol):
     One with an attribute ``seconds``, a mapping of names to seconds so far (of compiling kernels,
     say), has it shown among the times of the engine. One with ``release()`` is asked, where memory
     runs out within a step, to give back what can be made again, such as graphs and caches. One with
-    ``explain(error)`` may give a clearer error for one that its driver raised.
+    ``explain(error)`` may give a clearer error for one that its driver raised. One with
+    ``measure(work)`` runs it and returns the bytes that it took for a while: KV is then sized so
+    that a step fits beside it.
     """
 
     torch_device: torch.device

@@ -36,6 +36,7 @@ from deepinfer.worker.drafting import (
     open_drafter,
     with_drafts,
 )
+from deepinfer.worker.dry_run import Largest, scratch_bytes
 from deepinfer.worker.kvpool import KVPool
 from deepinfer.worker.measure import device_name, measure_steps
 from deepinfer.worker.runner import ModelRunner, Rig
@@ -126,7 +127,15 @@ class Host:
     ) -> Host:
         backend, device = where
         spec, max_len = loaded.spec, loaded.config.max_model_len
-        sizes = size_kv(config, spec, max_len, kv_memory(config, spec, max_len, device))
+        largest = Largest(
+            rows=config.max_num_batched_tokens or backend.facts().step_tokens,
+            lines=config.max_num_seqs,
+            vocab=loaded.config.vocab_size,
+            page_size=config.page_size,
+            dtype=loaded.dtype,
+        )
+        scratch = scratch_bytes(loaded.model, loaded.ops, spec, device, largest)
+        sizes = size_kv(config, spec, max_len, kv_memory(config, spec, max_len, device, scratch))
         with _allocating("kv_cache_memory"):
             kv = KVPool(
                 spec,
@@ -317,8 +326,13 @@ def _check_page_size(page_size: int, backend: Backend) -> None:
         )
 
 
-def kv_memory(config: EngineConfig, spec: KVSpec, max_len: int, device: Device) -> int:
+def kv_memory(
+    config: EngineConfig, spec: KVSpec, max_len: int, device: Device, scratch: int = 0
+) -> int:
     """Bytes for KV: what the user names, else a share of what is free, as far as it can be used.
+
+    Args:
+        scratch: what a step takes beside it, and is left.
 
     Raises:
         ConfigError: the user named more memory than there is.
@@ -332,7 +346,7 @@ def kv_memory(config: EngineConfig, spec: KVSpec, max_len: int, device: Device) 
                 next_step="Give less, or leave it out: it is then sized from what is free.",
             )
         return budget
-    budget = int(config.gpu_memory_utilization * free)
+    budget = max(min(int(config.gpu_memory_utilization * free), free - scratch), 0)
     if device.torch_device.type == "cpu":
         budget = min(budget, CPU_KV_BYTES)
     return min(budget, full_bytes(config, spec, max_len))
