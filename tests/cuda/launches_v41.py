@@ -3,13 +3,18 @@
 from functools import partial
 
 import torch
-from deepinfer_backend_cuda import moe, scaled
+from deepinfer.api.model import DeviceBatch, StepRequests
+from deepinfer.ops.reference.hyper import HyperParams
+from deepinfer.ops.reference.latent import Window
+from deepinfer.ops.reference.sparse import Blocks, Picks
+from deepinfer_backend_cuda import hyper, index, latent, moe, scaled
 from registry import SM90, SM100, Launch
 
 BF, U8 = torch.bfloat16, torch.uint8
 HIDDEN, INNER, EXPERTS, CHOSEN = 5120, 2304, 4, 6
 WHOLE = {SM90: frozenset({"HGMMA"}), SM100: frozenset({"UTCHMMA"})}
 
+WARPS = {SM90: frozenset({"HMMA"}), SM100: frozenset({"HMMA"})}
 TIGHT = {"product_kernel": {SM100: 8}, "gated_kernel": {SM100: 216}}
 """Long tiles of experts on SM100, where it was never measured: what ptxas 12.9 spills there."""
 
@@ -18,6 +23,9 @@ def launches():
     yield from numbers()
     yield from products()
     yield from experts()
+    yield from attention()
+    yield from indexer()
+    yield from streams()
 
 
 def kept(n, k, kind, lead=()):
@@ -67,3 +75,75 @@ def experts():
     yield Launch("grouped_linear float32", partial(moe.grouped_linear, x, w, offsets))
     x, w = torch.zeros(99, 64, dtype=BF), torch.zeros(3, 256, 64, dtype=BF)
     yield Launch("grouped_linear", partial(moe.grouped_linear, x, w, offsets))
+
+
+def batch(tokens, requests, pages=128):
+    """A step of ``requests`` texts of equal length."""
+    long = torch.zeros(tokens, dtype=torch.int64)
+    each = torch.zeros(requests, dtype=torch.int64)
+    return DeviceBatch(
+        ids=long,
+        positions=long,
+        row_of_token=long,
+        kv_slots=long,
+        attn=None,
+        logit_rows=long,
+        requests=StepRequests(
+            cu_q=torch.zeros(requests + 1, dtype=torch.int32),
+            starts=each,
+            block_table=torch.zeros(requests, pages, dtype=torch.int32),
+            blocks=each,
+            floors=each,
+        ),
+    )
+
+
+def attention():
+    ring, own = torch.zeros(4, 193, 528, dtype=U8), torch.zeros(512, 512, dtype=BF)
+    cache, sink = torch.zeros(9, 32, 288, dtype=U8), torch.zeros(64)
+    for tokens, requests in ((1, 1), (512, 1)):
+        at = batch(tokens, requests)
+        window = Window(own[:tokens], ring, at, 128, False)
+        entries = torch.zeros(tokens, 512, dtype=torch.int32)
+        q = torch.zeros(tokens, 64, 512, dtype=BF)
+        for with_cache in (False, True):
+            more = (cache, entries) if with_cache else ()
+            run = partial(latent.latent_attention, q, window, at, sink, 0.04, *more)
+            needs = {"sparse_kernel": WHOLE if tokens > 4 else WARPS}
+            yield Launch(f"latent_attention {tokens} {with_cache}", run, needs, TIGHT)
+    at, angles = batch(9, 2), torch.zeros(99, 64)
+    u, state = torch.zeros(9, 512), torch.zeros(4, 2, 1024)
+    yield Launch("compress", partial(latent.compress, u, u, state, at))
+    yield Launch("places", partial(latent.places, at, 193, 2, True, True))
+    q, x, w = torch.zeros(9, 64, 512, dtype=BF), torch.zeros(9, 512, dtype=BF), torch.zeros(512)
+    yield Launch("turn", partial(latent.turn, q, at.positions, angles))
+    yield Launch("norm_turn", partial(latent.norm_turn, x, w, 1e-6, at.positions, angles, 1, "own"))
+    yield Launch("norm_quantize", partial(latent.norm_quantize, x, w, 1e-6))
+    yield Launch("latent_write", partial(latent.latent_write, x, cache, at.kv_slots, "nvfp4"))
+
+
+def indexer():
+    keys = torch.zeros(9, 64, 68, dtype=U8)
+    for tokens, requests in ((2, 2), (64, 1)):
+        at = batch(tokens, requests)
+        q, w = torch.zeros(tokens, 32, 128, dtype=BF), torch.zeros(tokens, 32)
+        search = partial(index.select_sparse, q, w, keys, at, 1, 512)
+        needs = {"score_kernel": WHOLE}
+        yield Launch(f"select_sparse {tokens}", partial(search, Blocks(2048, 8)), needs)
+        kept = Picks(q.int(), torch.zeros(tokens, 2048, dtype=torch.int32))
+        yield Launch(f"select_sparse {tokens} among", partial(search, None, kept, 8), needs)
+
+
+def streams():
+    fn = hyper.MixWeight(torch.zeros(3, 24, 4 * HIDDEN, dtype=BF))
+    scale, base = torch.zeros(3), torch.zeros(24)
+    for tokens in (1, 1024):
+        x = torch.zeros(tokens, 4, HIDDEN, dtype=BF)
+        params = HyperParams(fn, scale, base, 20, 1e-6, x[0, 0], 1e-20)
+        pre = torch.zeros(tokens, 4)
+        yield Launch(f"hyper_open {tokens}", partial(hyper.hyper_open, x, pre, params))
+    yield Launch("hyper_collapse", partial(hyper.hyper_collapse, x, pre))
+    comb = torch.zeros(1024, 4, 4)
+    yield Launch("hyper_merge", partial(hyper.hyper_merge, x, x[:, 0], pre, comb))
+    gate = partial(hyper.engram_gate, x, x, x[:, 0], x[0], x[0], 1e-20)
+    yield Launch("hyper engram_gate", gate)

@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
 def route(
     logits: Tensor, bias: Tensor | None, k: int, score: str, renorm: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """logits float32[T, E], bias float32[E] or [T, E] -> (ids int32[T, k], weights float32[T, k])."""
+    """logits float32[T, E], bias [E] or [T, E] -> (ids int32[T, k], weights float32[T, k])."""
     return _route(logits, bias, None, None, k, score, renorm, scale)
 
 

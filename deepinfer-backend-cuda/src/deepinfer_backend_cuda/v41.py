@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from deepinfer.api import Impl
 
-from deepinfer_backend_cuda import moe, scaled
+from deepinfer_backend_cuda import hyper, index, latent, moe, scaled
 
 OPS: Mapping[str, Impl] = {
     "quantize": Impl(scaled.quantize),
@@ -19,4 +19,15 @@ OPS: Mapping[str, Impl] = {
     "route": Impl(moe.route),
     "permute": Impl(moe.permute),
     "grouped_linear": Impl(moe.grouped_linear),
+    "hyper_mix": Impl(hyper.hyper_mix, hyper.prepare),
+    "hyper_open": Impl(hyper.hyper_open, hyper.prepare),
+    "hyper_collapse": Impl(hyper.hyper_collapse),
+    "hyper_merge": Impl(hyper.hyper_merge),
+    "engram_gate": Impl(hyper.engram_gate),
+    "engram_block": Impl(hyper.engram_block, scaled.keep),
+    "latent_write": Impl(latent.latent_write),
+    "compress": Impl(latent.compress),
+    "select_sparse": Impl(index.select_sparse),
+    "latent_attention": Impl(latent.latent_attention),
+    "latent_attention_block": Impl(latent.latent_attention_block, scaled.keep),
 }

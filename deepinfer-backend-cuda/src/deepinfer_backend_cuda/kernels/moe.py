@@ -162,7 +162,7 @@ def gated_kernel(
 ):  # fmt: skip
     """Gate and up, activation, routing weight, and FP8 rounding: program (BN of INNER, tile).
 
-    Row r of y [slots, INNER] is ``quantize(weight · silu_mul(gate_up[e] · x[order[r] / PER_SLOT]))``
+    Row r of y [slots, INNER] is ``quantize(weight · silu_mul(gate_up[e] · x[order[r] // k]))``
     with the projections and the product rounded to OUT first. BN is a multiple of 32.
     """
     follow(CHAIN)

@@ -33,7 +33,7 @@ def _real(x):
 
 @triton.jit
 def _to_steps(x, normal, BELOW: tl.constexpr):
-    """float32 x ≥ 0 to nearest even in steps of its power of two times BELOW, at least ``normal``'s.
+    """float32 x ≥ 0 to nearest even, in steps of its power of two (``normal`` at least) · BELOW.
 
     A quotient is below 16, and adding 1.5·2^23 rounds it to an integer.
     """
