@@ -11,22 +11,29 @@ BF = torch.bfloat16
 
 
 class World:
-    """``requests`` texts of different lengths, written to the cache by one prefill."""
+    """``requests`` texts of different lengths, written to the cache by one prefill.
 
-    def __init__(self, device, requests):
+    ``weight`` makes what the layers multiply by of each matrix; ``blocks`` are theirs.
+    """
+
+    def __init__(self, device, requests, weight=lambda w: w, blocks=None):
+        self.blocks = blocks
         self.device = device
         source = torch.Generator().manual_seed(requests)
 
         def made(*shape, scale=0.05):
             return (torch.randn(shape, generator=source) * scale).to(device, BF)
 
+        def matrix(*shape):
+            return weight(made(*shape))
+
         norm = torch.ones(H, dtype=BF, device=device)
         self.layers = tuple(
             LayerParams(
                 AttentionParams(
-                    norm, 1e-5, made((HQ + 2 * HKV) * D, H), made(H, HQ * D), HQ, HKV, D
+                    norm, 1e-5, matrix((HQ + 2 * HKV) * D, H), matrix(H, HQ * D), HQ, HKV, D
                 ),
-                MLPParams(norm, 1e-5, made(2 * INNER, H), made(H, INNER)),
+                MLPParams(norm, 1e-5, matrix(2 * INNER, H), matrix(H, INNER)),
             )
             for _ in range(2)
         )
@@ -67,7 +74,8 @@ class World:
     def prefill(self):
         """Hidden rows of every text's last token, all texts in one step."""
         batch = self.batch(self.lengths)
-        return all_layers(self.x, self.layers, batch, self, self.angles)[self.last]
+        args = (self.x, self.layers, batch, self, self.angles, None, self.blocks)
+        return all_layers(*args)[self.last]
 
     def decode(self, run):
         """The same rows as a decode step, by a ``Layers``; the cache holds what a prefill wrote."""

@@ -67,3 +67,40 @@ def test_graphs_padding_and_prefill_show_in_no_bit(device):
             want = world.prefill()
             for run in (graphs, graphs, graphs, Layers(device, graphs=False)):
                 assert torch.equal(world.decode(run), want), requests
+
+
+@pytest.mark.parametrize("n, k", [(576, 576), (4096, 4096), (200, 96)])
+def test_fp8_weights_have_the_bits_of_the_decoded_ones(device, n, k):
+    """Any number of rows, with a bias or not, decoded in registers or at once."""
+    from deepinfer_backend_cuda import bits, fp8, linear
+
+    w, bias = bits.values((n, k), 41, device, least=-11), bits.values((n,), 42, device)
+    x = bits.values((700, k), 43, device)
+    with torch.inference_mode():
+        kept = fp8.prepare(w, frozenset({"linear"}))
+        plain = fp8.block_scaled(w).dequantize(torch.bfloat16)
+        for more in ((), (bias,), (None, torch.float32)):
+            want = linear.linear(x, plain, *more)
+            for count in (1, 2, 7, 16, 33, 64, 100, 256, 511, 512, 700):
+                got = fp8.linear(x[:count], kept, *more)
+                assert bits.same(got, want[:count]), (count, len(more))
+
+
+def test_a_decoder_with_fp8_weights_replays_the_bits_of_the_decoded_ones(device):
+    """Whole layers: through graphs, and as a prefill's last rows."""
+    from decoder import World
+    from deepinfer_backend_cuda import fp8
+    from deepinfer_backend_cuda.layers import Layers
+
+    def plain(w):
+        return fp8.block_scaled(w).dequantize(torch.bfloat16)
+
+    def kept(w):
+        return fp8.prepare(w, frozenset({"linear"}))
+
+    with torch.inference_mode():
+        want = World(device, 21, plain).prefill()
+        world, graphs = World(device, 21, kept, fp8.BLOCKS), Layers(device, blocks=fp8.BLOCKS)
+        assert torch.equal(world.prefill(), want)
+        for _ in range(3):
+            assert torch.equal(world.decode(graphs), want)

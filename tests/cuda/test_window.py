@@ -15,7 +15,7 @@ def test_it_sells_one_backend_above_the_cpu():
     from deepinfer_backend_cuda.plugin import deepinfer_provide
 
     (spec,) = deepinfer_provide()
-    assert (spec.name, spec.device_type, spec.offers) == ("cuda", "cuda", {"invariant"})
+    assert (spec.name, spec.device_type, spec.offers) == ("cuda", "cuda", {"invariant", "fp8"})
     assert spec.priority > 10
 
 

@@ -9,9 +9,10 @@ import torch
 import triton
 from deepinfer.api import BackendFacts, Impl, OpContext
 from deepinfer.api.ops import OP_NAMES
+from deepinfer.errors import UnsupportedError
 from deepinfer.ops import invariant
 
-from deepinfer_backend_cuda import attention, layers, linear, rows, sampling, v41
+from deepinfer_backend_cuda import attention, fp8, layers, linear, rows, sampling, v41
 from deepinfer_backend_cuda.device import CudaDevice
 from deepinfer_backend_cuda.kernel_cache import KernelCache, folder, of_others
 
@@ -42,6 +43,7 @@ class CudaBackend:
             graphs=True,
             step_tokens=8192,
             dequantize=False,
+            quantizations=frozenset({"fp8"}),
             notes={
                 "device": properties.name,
                 "capability": f"{properties.major}.{properties.minor}",
@@ -56,16 +58,26 @@ class CudaBackend:
 
     def provide(self, ctx: OpContext) -> Mapping[str, Impl]:
         """One set, whether invariance is asked for or not."""
+        if ctx.quantization is not None and ctx.dtype is not torch.bfloat16:
+            raise UnsupportedError(
+                f"quantization={ctx.quantization!r} multiplies rows of bfloat16 on this device.",
+                setting="dtype",
+                next_step="Set dtype='bfloat16', or leave quantization out.",
+            )
         self._keep_kernels(ctx)
         provided = {name: Impl(fn) for name, fn in _OPS.items()} | dict(v41.OPS)
         if ctx.head_dim is None or ctx.head_dim <= MAX_HEAD_DIM:
             provided |= {name: Impl(fn) for name, fn in _ATTENTION.items()}
-            run = layers.Layers(ctx.device)
+            run = layers.Layers(ctx.device, blocks=None if ctx.quantization is None else fp8.BLOCKS)
             provided["decoder_layers"] = Impl(run)
             if self._device is not None:
                 self._device.releases.append(run.release)
         elif ctx.invariant:
             provided["attention"] = Impl(invariant.attention)
+        if ctx.quantization is not None:
+            provided |= fp8.OPS
+            if "attention_block" in provided:
+                provided["attention_block"] = Impl(fp8.attention_block)
         return provided
 
     def _keep_kernels(self, ctx: OpContext) -> None:

@@ -24,6 +24,7 @@ from deepinfer_backend_cuda.linear import linear
 
 MOST_TOKENS = 256
 """Steps of more rows are not worth a graph: launches hide behind the work."""
+Blocks = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
 
 
 def attention_block(
@@ -33,17 +34,18 @@ def attention_block(
     batch: DeviceBatch,
     kv: tuple[Tensor, Tensor],
     cos_sin: Tensor,
+    product: Callable[..., Tensor] = linear,
 ) -> tuple[Tensor, Tensor]:
     """Norm, projection, rotation with the cache write, attention, projection."""
     x, residual = _join(x, residual, params.norm, params.eps)
     heads = (params.heads, params.kv_heads, params.head_dim)
-    qkv = linear(x, params.qkv, params.qkv_bias)
+    qkv = product(x, params.qkv, params.qkv_bias)
     if params.q_norm is None:
         q = rows.rope_write(qkv, heads, batch.positions, cos_sin, kv, batch.kv_slots)
     else:
         q = _normed(qkv, heads, params, batch, kv, cos_sin)
     out, _ = attention(q, *kv, batch.attn, params.head_dim**-0.5, params.window)
-    return linear(out.flatten(1), params.o, params.o_bias), residual
+    return product(out.flatten(1), params.o, params.o_bias), residual
 
 
 def _normed(
@@ -87,12 +89,15 @@ def all_layers(
     kv: KVPools,
     cos_sin: Tensor,
     taps: Taps | None = None,
+    blocks: Blocks | None = None,
 ) -> Tensor:
-    """Rows [T, H] through all layers, launch by launch."""
+    """Rows [T, H] through all layers, launch by launch; ``blocks``: of weights that are no tensors.
+    """
+    attend, feed = blocks or (attention_block, mlp_block)
     residual: Tensor | None = None
     for index, (attn, mlp) in enumerate(layers):
-        x, residual = attention_block(x, residual, attn, batch, kv.layer(index), cos_sin)
-        x, residual = mlp_block(x, residual, *mlp)
+        x, residual = attend(x, residual, attn, batch, kv.layer(index), cos_sin)
+        x, residual = feed(x, residual, *mlp)
         if taps is not None and index in taps.layers:
             taps.put(index, x + residual)
     assert residual is not None, "there is at least one layer"
@@ -132,9 +137,13 @@ class Layers:
     Args:
         device: where they run.
         graphs: False: every step is launched kernel by kernel.
+        blocks: ``attention_block`` and ``mlp_block``, if not those of this file.
     """
 
-    def __init__(self, device: torch.device, graphs: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, graphs: bool = True, blocks: Blocks | None = None
+    ) -> None:
+        self._blocks = blocks
         self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
         self._stages: dict[tuple[int, int, tuple[int, ...]], _Stage] = {}
         self._of: tuple[Any, Any] = (None, None)
@@ -157,7 +166,7 @@ class Layers:
         tokens = len(x)
         plan = batch.attn
         if self._graphs is None or tokens > MOST_TOKENS or tokens != len(plan.kv_lengths):
-            return all_layers(x, layers, batch, kv, cos_sin, taps)
+            return all_layers(x, layers, batch, kv, cos_sin, taps, self._blocks)
         if self._of[0] is not layers or self._of[1] is not kv:
             self._stages.clear()
             self._of = (layers, kv)
@@ -173,7 +182,8 @@ class Layers:
             # Tiles are cut inside: they belong to the step, not to the stage.
             inside = replace(stage.batch, attn=replace(stage.plan, cuts={}))
             found = _Tapped(tapped)
-            return all_layers(stage.x, layers, inside, kv, cos_sin, found), found
+            args = (stage.x, layers, inside, kv, cos_sin, found, self._blocks)
+            return all_layers(*args), found
 
         if not new and stage.replay is None:
             stage.replay = self._graphs.record(run)

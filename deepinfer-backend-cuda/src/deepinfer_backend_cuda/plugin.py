@@ -17,7 +17,7 @@ def deepinfer_provide() -> list[Spec]:
             device_type="cuda",
             priority=20,
             probe=why_not,
-            offers=frozenset({"invariant"}),
+            offers=frozenset({"invariant", "fp8"}),
             doctor="deepinfer_backend_cuda.doctor:examine",
         )
     ]

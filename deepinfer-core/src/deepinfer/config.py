@@ -151,8 +151,9 @@ class EngineConfig(BaseModel):
         dtype: activations and KV; ``auto`` is float32 on a CPU, else the checkpoint's.
         backend: a backend plugin's name; None takes the usable one of highest priority.
         device: ``cpu``, ``cuda`` or ``npu``: only backends of that device type are candidates.
-        quantization: None, or ``int8``: weights of layers and head as int8 with a scale for each 32
-            values; rows are rounded alike where they meet one (as llama.cpp does with Q8_0).
+        quantization: of the weights of layers and head, as they are loaded. ``int8`` (on a CPU): a
+            scale for each 32 values; rows are rounded alike where they meet one (as llama.cpp does
+            with Q8_0). ``fp8`` (on CUDA): E4M3 with a power of two for each 32×32 tile; rows stay.
         load_format: ``auto`` reads the checkpoint; ``dummy`` fills the shapes of its config.json
             with random numbers on the device, to measure with (no weight file is needed, and
             without a tokenizer prompts are token ids).
@@ -203,7 +204,7 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     backend: _Name | None = None
     device: Literal["cpu", "cuda", "npu"] | None = None
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = Field(default=None, ge=2, lt=2**63)
     max_num_seqs: int = Field(default=256, ge=1, le=65536)

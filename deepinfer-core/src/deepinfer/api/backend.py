@@ -36,7 +36,7 @@ class OpContext:
     """What a backend may know when it chooses implementations. Nothing of it changes later.
 
     ``dtype`` is the type of weights and KV, ``activation_dtype`` of the rows between ops (None:
-    ``dtype``); ``quantization`` None or "int8" (linear weights; KV and all else stay ``dtype``);
+    ``dtype``); ``quantization`` None, "int8" or "fp8" (linear weights; all else stays ``dtype``);
     ``invariant``: return only implementations whose row i depends neither on other rows nor on i.
     ``cache_dir``: a folder of the backend's own for what it compiles, which need not exist and may
     not be writable; None: nowhere.

@@ -159,7 +159,7 @@ def _peer_files(
 
     paths = {"hf": str(given or as_safetensors(model, tell))}
     if "llama.cpp" in names:
-        paths["gguf"] = str(as_gguf(model, tell, "Q8_0" if quantization else "F32"))
+        paths["gguf"] = str(as_gguf(model, tell, "Q8_0" if quantization == "int8" else "F32"))
     return paths
 
 

@@ -39,7 +39,7 @@ _ENGINE: Final[Sequence[Option]] = (
     _opt("--dtype", type=click.Choice(["auto", "float32", "bfloat16"])),
     _opt("--backend", help="A backend plugin's name."),
     _opt("--device", type=click.Choice(["cpu", "cuda", "npu"])),
-    _opt("--quantization", type=click.Choice(["int8"]), help="Of weights."),
+    _opt("--quantization", type=click.Choice(["int8", "fp8"]), help="Of weights."),
     _opt("--load-format", type=click.Choice(["auto", "dummy"]), help="dummy: random weights."),
     _opt("--max-model-len", type=int, help="Longest text in tokens."),
     _opt(

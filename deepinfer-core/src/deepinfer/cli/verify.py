@@ -20,7 +20,7 @@ def verify() -> None:
 @click.option("--tokenizer")
 @click.option("--backend")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "npu"]))
-@click.option("--quantization", type=click.Choice(["int8"]))
+@click.option("--quantization", type=click.Choice(["int8", "fp8"]))
 @click.option("--threads", "num_threads", type=int)
 @click.option(
     "--dtype",

@@ -36,7 +36,7 @@ class FrontDoor:
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         backend: str | None = None,
         device: Literal["cpu", "cuda", "npu"] | None = None,
-        quantization: Literal["int8"] | None = None,
+        quantization: Literal["int8", "fp8"] | None = None,
         load_format: Literal["auto", "dummy"] = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,

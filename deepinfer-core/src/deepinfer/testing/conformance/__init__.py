@@ -11,7 +11,7 @@ test with a name of its own, so what fails says what is wrong:
 - ``test_rows``: a row's result does not depend on other rows; bit for bit where that is claimed.
 - ``test_paging``: KV in permuted pages, slots of −1, pages of others.
 - ``test_sampling``: draws follow the distribution; masks and a padded vocabulary.
-- ``test_quantized``: int8 weights, where offered.
+- ``test_quantized``: int8 and FP8 weights, where offered.
 - ``test_engine``: a tiny model through ``LLM``: abort, preemption, prefix cache, leaks.
 
 Options: ``--backend NAME``, ``--device N`` (which of several devices to open), ``--dtype`` (may be

@@ -101,9 +101,9 @@ class Kit:
             return OpSet(self.backend.provide(ctx), self.name, ctx)
         return build_ops(self.backend, ctx)
 
-    def quantized_run(self, dtype: str) -> Run:
-        """The backend's ops for an engine with int8 weights."""
-        ops = build_ops(self.backend, self.context(dtype, quantization="int8"))
+    def quantized_run(self, dtype: str, quantization: str) -> Run:
+        """The backend's ops for an engine with such weights."""
+        ops = build_ops(self.backend, self.context(dtype, quantization=quantization))
         return Run(ops, self.device.torch_device, dtype)
 
     def run(self, dtype: str, invariant: bool = False, head_dim: int | None = None) -> Run:

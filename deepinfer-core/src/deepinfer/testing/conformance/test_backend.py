@@ -30,7 +30,7 @@ def test_facts_are_plausible(kit: Kit) -> None:
     assert facts.dtypes and facts.dtypes <= set(DTYPES)
     assert facts.memory_bytes > 0
     assert facts.page_sizes and all(size >= 1 for size in facts.page_sizes)
-    assert facts.quantizations <= {"int8"}
+    assert facts.quantizations <= {"int8", "fp8"}
     assert facts == kit.backend.facts()
 
 
@@ -40,9 +40,9 @@ def test_claims_are_about_ops(kit: Kit) -> None:
 
 
 def test_offers_are_kept(kit: Kit, dtype: str) -> None:
-    """A window that offers "invariant" or "int8" has a backend that an engine can build so."""
+    """A window that offers "invariant", "int8" or "fp8" has a backend that can be built so."""
     offers, facts = kit.offer.spec.offers, kit.backend.facts()
-    assert ("int8" in offers) == ("int8" in facts.quantizations)
+    assert offers & {"int8", "fp8"} == facts.quantizations
     if "invariant" in offers:
         assert build_ops(kit.backend, kit.context(dtype, invariant=True)).context is not None
 

@@ -1,8 +1,9 @@
-"""int8 weights, where the facts name them: close to the full weight, whoever else is in the batch.
+"""Quantised weights, where the facts name them: close to the full weight, whoever is in the batch.
 
 The scheme is the backend's own (groups, scales, rounding), so the bound is on the whole: root mean
 square of the error against root mean square of the answer. Eight bits with a scale for each 32
-values come to 0.5 %; one scale for a whole row of normal values to about 1 %.
+values come to 0.5 %; one scale for a whole row of normal values to about 1 %. E4M3's three bits of
+mantissa come to 2.6 %.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepinfer.errors import UnsupportedError
 from deepinfer.testing.conformance.kit import Kit, Run, reference_run
 
-BOUND = 0.015
+BOUNDS = {"int8": 0.015, "fp8": 0.04}
 
 
 def linear(run: Run, rows: int) -> Any:
@@ -39,23 +41,26 @@ def grouped_linear(run: Run, rows: int) -> Any:
 OPS = {fn.__name__: fn for fn in (linear, gated_mlp, grouped_linear)}
 
 
+@pytest.mark.parametrize("quantization", BOUNDS)
 @pytest.mark.parametrize("rows", [1, 7, 70])
 @pytest.mark.parametrize("op", OPS)
-def test_int8_weights_stay_close(kit: Kit, dtype: str, op: str, rows: int) -> None:
+def test_quantized_weights_stay_close(
+    kit: Kit, dtype: str, op: str, rows: int, quantization: str
+) -> None:
     """Against the reference on the full weight."""
-    needs_int8(kit)
+    run = offered(kit, dtype, quantization)
     with torch.inference_mode():
-        got: Tensor = OPS[op](kit.quantized_run(dtype), rows).cpu().double()
+        got: Tensor = OPS[op](run, rows).cpu().double()
         want: Tensor = OPS[op](reference_run(dtype), rows).double()
-    bound = BOUND if op != "gated_mlp" else 3 * BOUND  # three projections deep
+    bound = BOUNDS[quantization] * (1 if op != "gated_mlp" else 3)  # three projections deep
     error = float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
     assert error < bound, f"{op}: error {error:.4f} of the answer, at most {bound}"
 
 
-def test_int8_weights_are_smaller(kit: Kit, dtype: str) -> None:
+@pytest.mark.parametrize("quantization", BOUNDS)
+def test_quantized_weights_are_smaller(kit: Kit, dtype: str, quantization: str) -> None:
     """A prepared weight says its size, and it is at most a third of float32's."""
-    needs_int8(kit)
-    run = kit.quantized_run(dtype)
+    run = offered(kit, dtype, quantization)
     prepared = run.weight(run.draw.wide(128, 256).to(run.dtype), "linear")
     size = getattr(prepared, "nbytes", None)
     if size is None:
@@ -63,7 +68,15 @@ def test_int8_weights_are_smaller(kit: Kit, dtype: str) -> None:
     assert size < 128 * 256 * 4 / 3
 
 
-def needs_int8(kit: Kit) -> None:
-    """Skip where int8 is not among the facts."""
-    if "int8" not in kit.backend.facts().quantizations:
-        pytest.skip("int8 weights are not offered")
+def offered(kit: Kit, dtype: str, quantization: str) -> Run:
+    """The ops for such weights; skips what the facts do not name, or the backend refuses by name
+    for this type of rows.
+    """
+    if quantization not in kit.backend.facts().quantizations:
+        pytest.skip(f"{quantization} weights are not offered")
+    try:
+        return kit.quantized_run(dtype, quantization)
+    except UnsupportedError as why:
+        if why.setting != "dtype":
+            raise
+        pytest.skip(str(why))
