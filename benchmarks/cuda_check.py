@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import triton
 from deepinfer.api.model import DeviceBatch
 from deepinfer.ops.reference.blocks import AttentionParams, LayerParams, MLPParams
-from deepinfer_backend_cuda import linear, rows
+from deepinfer_backend_cuda import hopper, linear, rows
 from deepinfer_backend_cuda.attention import attention, plan_attention
 from deepinfer_backend_cuda.layers import Layers
 
@@ -100,11 +100,21 @@ def products():
         ("down", H, INNER),
     ):
         weights = [weight(n, k) for _ in range(8)]
-        for m in (1, 16, 64, 256, 2048, 8192):
+        for m in (1, 64, 256, 8192):
             x = weight(m, k) * 50
             some = weights if m <= 256 else weights[:2]
-            mine = timed(graphed([lambda w=w: linear.linear(x, w) for w in some])) / len(some)
-            other = timed(graphed([lambda w=w: F.linear(x, w) for w in some])) / len(some)
+            fused = name == "gate_up"  # … and its activation
+
+            def ours(w, x=x, fused=fused):
+                (linear.gated if fused else linear.linear)(x, w)
+
+            def theirs(w, x=x, fused=fused):
+                y = F.linear(x, w)
+                if fused:
+                    F.silu(y[:, :INNER]) * y[:, INNER:]
+
+            mine = timed(graphed([lambda w=w: ours(w) for w in some] * 2)) / len(some) / 2
+            other = timed(graphed([lambda w=w: theirs(w) for w in some] * 2)) / len(some) / 2
             least = floor(2 * (n * k + m * n + m * k), 2.0 * m * n * k)
             found.append(report(f"linear {name} M={m}", mine, other, least))
         del weights
@@ -130,19 +140,22 @@ def attentions():
         least = floor(2 * 2 * requests * context * HKV * D)
         found.append(report(f"attention decode B={requests} context={context}", mine, other, least))
         del k, v, ks, vs
-    for tokens in (2048, 8192):
-        k, v, table, lengths = caches(1, tokens)
-        q = weight(tokens, HQ, D) * 50
-        cu_q = torch.tensor([0, tokens], device=DEVICE, dtype=torch.int32)
+    for requests, tokens in ((16, 512), (4, 2048), (1, 8192)):
+        k, v, table, lengths = caches(requests, tokens)
+        q = weight(requests * tokens, HQ, D) * 50
+        cu_q = torch.arange(requests + 1, device=DEVICE, dtype=torch.int32) * tokens
         plan = plan_attention(table, lengths, cu_q, PAGE)
-        mine = timed(lambda: attention(q, k, v, plan, D**-0.5))
-        ks, vs = (c.view(1, -1, HKV, D).transpose(1, 2) for c in (k, v))
-        query = q.transpose(0, 1)[None]
-        other = timed(
-            lambda: F.scaled_dot_product_attention(query, ks, vs, is_causal=True, enable_gqa=True)
-        )
-        least = floor(4 * tokens * HKV * D, 2.0 * tokens * tokens * HQ * D)
-        found.append(report(f"attention prefill {tokens}", mine, other, least))
+        mine = timed(graphed([lambda: attention(q, k, v, plan, D**-0.5)] * 4)) / 4
+        ks, vs = (c.view(requests, -1, HKV, D).transpose(1, 2) for c in (k, v))
+        query = q.view(requests, tokens, HQ, D).transpose(1, 2)
+
+        def sdpa(query=query, ks=ks, vs=vs):
+            F.scaled_dot_product_attention(query, ks, vs, is_causal=True, enable_gqa=True)
+
+        other = timed(graphed([sdpa] * 4)) / 4
+        flops = 2.0 * requests * tokens**2 * HQ * D
+        least = floor(4 * requests * tokens * HKV * D, flops)
+        found.append(report(f"attention prefill {requests}×{tokens}", mine, other, least))
     return found
 
 
@@ -202,14 +215,17 @@ def decode_batch(pools, requests, context):
     )
 
 
-def steps(prefill=True):
-    """Decode and prefill steps: layers, final norm and head."""
+CASES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (64, 4096))
+
+
+def steps(prefill=True, cases=CASES):
+    """Decode and prefill steps: layers, final norm and head; of ``cases`` (requests, context)."""
     layers, head, angles = decoder()
     weights = (
         sum(w.nbytes for a, m in layers for w in (a.qkv, a.o, m.gate_up, m.down)) + head.nbytes
     )
     found = []
-    for requests, context in ((1, 1024), (8, 1024), (64, 1024), (256, 1024), (64, 4096)):
+    for requests, context in cases:
         pools = Pools(requests, context)
         x = weight(requests, H) * 50
         run = Layers(DEVICE)
@@ -278,6 +294,14 @@ def bits():
             w = weight(n, k).to(dtype)
             x = weight(2048, k).to(dtype) * 50
             all_rows = linear.linear(x, w)
+            if dtype is BF and hopper.serves(DEVICE):
+                twin = torch.empty_like(all_rows)
+                linear._tensor_cores(x, w, None, twin)
+                same(f"linear {n}x{k}: the kernel for any GPU", twin, all_rows)
+            if dtype is BF:
+                one_by_one = rows.silu_mul(all_rows)
+                for m in (1, 9, 64, 65, 256, 2048):
+                    same(f"gated {n}x{k} M={m}", linear.gated(x[:m], w), one_by_one[:m])
             for m in (1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 256, 257):
                 for at in (0, 5, 2048 - m):
                     same(

@@ -188,11 +188,13 @@ CASES = [
          {"type": "array", "prefixItems": [{"const": 1}], "unevaluatedItems": False, "anyOf": [
              {"prefixItems": [True, {"const": 2}]}, True]},
          ("[1, 2]", "[1]", "[]"), ("[1, 3]", "[1, 2, 3]")),
-    *[Case(keyword, IGNORED, "", {"type": "null", keyword: value}, ("null",), ("1",))
+    *[Case(keyword, IGNORED, "of OpenAPI" if keyword in ("example", "discriminator") else "",
+           {"type": "null", keyword: value}, ("null",), ("1",))
       for keyword, value in {
           "title": "t", "description": "d", "default": 1, "examples": [2], "deprecated": True,
           "readOnly": True, "writeOnly": False, "$comment": "c", "contentEncoding": "base64",
-          "contentMediaType": "text/plain", "contentSchema": {"type": "integer"}}.items()],
+          "contentMediaType": "text/plain", "contentSchema": {"type": "integer"},
+          "example": 1, "discriminator": {"propertyName": "kind"}}.items()],
     Case("x-…", IGNORED, "any keyword that begins with x-", {"type": "null", "x-order": 3},
          ("null",), ("1",)),
     Case("dependencies", REFUSED, "of older drafts", {"dependencies": {"a": ["b"]}},
@@ -203,8 +205,6 @@ CASES = [
          instead="$dynamicRef"),
     Case("nullable", REFUSED, "of OpenAPI 3.0", {"type": "string", "nullable": True},
          instead='a type list with "null", or anyOf with {"type": "null"}'),
-    Case("discriminator", REFUSED, "of OpenAPI", {"discriminator": {"propertyName": "kind"}},
-         instead="a const property in each branch of oneOf"),
     Case("others", REFUSED, "any keyword that the standard does not know", {"maxLenght": 3},
          instead="no such keyword, or x-… for a note"),
 ]  # fmt: skip

@@ -21,7 +21,8 @@ IPV4 = rf"{OCTET}(?:\.{OCTET}){{3}}"
 GROUP = r"[0-9a-fA-F]{1,4}"
 LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9]|-[a-zA-Z0-9]){0,31}"
 HOST = rf"{LABEL}(?:\.{LABEL}){{0,3}}"
-ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,32}"
+ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
+LOCAL = rf"(?:{ATOM}{{1,64}}|{ATOM}{{1,20}}(?:\.{ATOM}{{1,20}}){{1,2}})"
 UNRESERVED = r"[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2}"
 PATH = rf"(?:/(?:{UNRESERVED})*)*(?:\?(?:{UNRESERVED}|[/?])*)?(?:#(?:{UNRESERVED}|[/?])*)?"
 NAME = r"[a-zA-Z](?:[a-zA-Z0-9]|-[a-zA-Z0-9]){0,20}"
@@ -31,7 +32,7 @@ FORMATS: dict[str, str] = {
     "time": TIME,
     "date-time": rf"{DATE}T{TIME}",
     "duration": rf"P(?:\d{{1,4}}W|(?:{DAYS})(?:{CLOCK})?|{CLOCK})",
-    "email": rf"{ATOM}(?:\.{ATOM})*@{NAME}(?:\.{NAME}){{1,2}}",
+    "email": rf"{LOCAL}@{NAME}(?:\.{NAME}){{1,2}}",
     "hostname": rf"{NAME}(?:\.{NAME}){{0,3}}",
     "ipv4": IPV4,
     "ipv6": "|".join(

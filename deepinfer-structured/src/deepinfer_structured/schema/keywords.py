@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 UNIVERSES = {"null": frozenset([None]), "boolean": frozenset([True, False])}
-REGULAR = ("pattern", "format", "multipleOf", "patternProperties", "propertyNames")
+REGULAR = frozenset(
+    "pattern format multipleOf patternProperties propertyNames additionalProperties".split()
+)
 SIGNS = {
     "maximum": frozenset([-1, 0]), "exclusiveMaximum": frozenset([-1]),
     "minimum": frozenset([0, 1]), "exclusiveMinimum": frozenset([1]),

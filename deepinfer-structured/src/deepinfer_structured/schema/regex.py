@@ -223,7 +223,9 @@ class _Parser:
 
     def link(self, start: int, ranges: Iterable[Range]) -> int:
         end = self.machine.new()
-        self.machine.edges[start] += [(r, end) for r in ranges]
+        for first, last in ranges:
+            parts = ((max(first, low), min(last, high)) for low, high in SIGMA)
+            self.machine.edges[start] += [(part, end) for part in parts if part[0] <= part[1]]
         return end
 
     def group(self, start: int) -> int:

@@ -23,8 +23,9 @@ MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
 NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 ANNOTATIONS = frozenset(
     "title description default examples deprecated readOnly writeOnly $comment contentEncoding "
-    "contentMediaType contentSchema".split()
+    "contentMediaType contentSchema example discriminator".split()
 )
+"""The last two are OpenAPI's; pydantic writes a discriminator, which changes no validation."""
 ASSERTIONS = frozenset(
     "type enum const multipleOf maximum exclusiveMaximum minimum exclusiveMinimum maxLength "
     "minLength pattern format maxItems minItems uniqueItems maxContains minContains maxProperties "
@@ -35,13 +36,20 @@ KNOWN = ASSERTIONS | ANNOTATIONS | IDENTIFIERS | {*ONE, *MANY, *NAMED}
 DIALECTS = {"https://json-schema.org/draft/2020-12/schema": 2020}
 DIALECTS |= {"https://json-schema.org/draft/2019-09/schema": 2019}
 DIALECTS |= {f"http://json-schema.org/draft-0{n}/schema": n for n in (6, 7)}
+NEW = {  # keywords that a dialect does not have, or means otherwise
+    2019: frozenset("prefixItems $dynamicRef $dynamicAnchor unevaluatedItems".split()),
+    7: frozenset(
+        "prefixItems $dynamicRef $dynamicAnchor unevaluatedItems unevaluatedProperties $anchor "
+        "minContains maxContains dependentRequired dependentSchemas".split()
+    ),
+}
+NEW[6] = NEW[7] | {"if", "then", "else"}
 OLD = {
     "dependencies": "dependentRequired or dependentSchemas",
     "additionalItems": "prefixItems with items",
     "$recursiveRef": "$dynamicRef",
     "$recursiveAnchor": "$dynamicAnchor",
     "nullable": 'a type list with "null", or anyOf with {"type": "null"}',
-    "discriminator": "a const property in each branch of oneOf",
     "id": "$id",
 }
 
@@ -157,6 +165,10 @@ class Schemas:
                 raise place.refuse(
                     keyword, "an unknown keyword", "no such keyword, or x-… for a note"
                 )
+        if later := sorted(NEW.get(place.draft, frozenset()) & set(schema)):
+            raise place.refuse(later[0], f"draft {place.draft} has another", "$schema of 2020-12")
+        if isinstance(schema.get("items"), list):
+            raise place.refuse("items", "a list is of older drafts", "prefixItems")
         if "$vocabulary" in schema and place is not self.root_of(place):
             raise place.refuse("$vocabulary", "only a meta-schema has one", "no $vocabulary")
         if place.draft < 2019 and "$ref" in schema:

@@ -147,7 +147,8 @@ class Rules:
                     lines += [("\\" + SHORT[code],)] if code in SHORT else []
                     lines += [(f"\\u{code:04x}",)] if code < 32 else []
         raw = [(first, last) for first, last in raw if first <= last]
-        if ranges[-1][1] == SIGMA[-1][1] and any(a <= 0x80 and b == 0xD7FF for a, b in ranges):
+        rest = [(max(first, 0x80), last) for first, last in ranges if last >= 0x80]
+        if rest == [(0x80, SIGMA[0][1]), SIGMA[1]]:  # all that is not ASCII
             lines.append(("\\u", self.unicode()))
             if ranges == SIGMA:
                 hexadecimal = Chars(HEX)
