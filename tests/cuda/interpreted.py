@@ -14,7 +14,7 @@ from deepinfer.testing.conformance import inputs_latent, inputs_v41  # noqa: F40
 from deepinfer.testing.conformance.compare import difference, tolerance
 from deepinfer.testing.conformance.inputs import CASES
 from deepinfer.testing.conformance.kit import DTYPES, Run, reference_run, tensors
-from deepinfer_backend_cuda import attention
+from deepinfer_backend_cuda import attention, rows
 from deepinfer_backend_cuda.backend import CudaBackend
 from registry import is_gluon, kernels, unreached
 
@@ -61,6 +61,27 @@ def long_text(dtype):
         yield f"attention, {dtype}: pieces side by side are not the bits of one walk"
 
 
+def staged():
+    """What is wrong with a step of 3 rows among the inputs of a graph for 5."""
+
+    def inputs(rows, width, fill):
+        ints = [torch.full((rows,), fill) for _ in range(3)]
+        table = torch.full((rows, width), fill, dtype=torch.int32)
+        return [torch.full((rows, 24), float(fill)), table, *ints, torch.zeros(rows + 1).int()]
+
+    step, standing = inputs(3, 2, 7), inputs(5, 4, 9)
+    step[5] = torch.arange(4, dtype=torch.int32)
+    rows.stage(tuple(step), tuple(standing))
+    x, table, positions, slots, lengths, cu_q = standing
+    whole = torch.equal(x[:3], step[0]) and torch.equal(table[:3, :2], step[1])
+    if not whole or positions[:3].tolist() != [7, 7, 7]:
+        yield "stage: rows, pages or positions are not the step's"
+    if (slots.tolist(), lengths.tolist()) != ([7, 7, 7, -1, -1], [7, 7, 7, 0, 0]):
+        yield f"stage: slots {slots.tolist()}, lengths {lengths.tolist()}"
+    if cu_q.tolist() != [0, 1, 2, 3, 3, 3]:
+        yield f"stage: cu_q {cu_q.tolist()}"
+
+
 def watched():
     """The names of kernels that are launched from here on."""
     reached = set()
@@ -85,6 +106,9 @@ def main():
         for said in long_text(dtype):
             bad += 1
             print(said)
+    for said in () if sys.argv[1:] else staged():
+        bad += 1
+        print(said)
     for name in () if sys.argv[1:] else unreached(reached, gluon=False):
         bad += 1
         print(name, "is run by no case of the conformance kit, nor by one of this file")

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from deepinfer_backend_cuda import attention, linear, rows, sampling
+from deepinfer_backend_cuda import attention, hopper, linear, rows, sampling
 from registry import SM90, SM100, Launch
 
 BF = torch.bfloat16
@@ -13,13 +13,18 @@ WHOLE = {SM90: frozenset({"HGMMA"}), SM100: frozenset({"UTCHMMA"})}
 """Tiles of 64 rows and more: a warp group's, or tensor memory's."""
 PRODUCT = {SM90: frozenset({"HGMMA", "UTMALDG"}), SM100: frozenset({"UTCHMMA", "UTMALDG"})}
 """The same, fed by tensor descriptors."""
-TIGHT = {"attention_kernel": {SM90: 24, SM100: 48}}
-"""Attention stands at 255 registers: what ptxas 12.8 spills there, so that more is noticed."""
+COPIED = {SM90: frozenset({"HGMMA", "UTMALDG"})}
+"""Kernels for Hopper alone."""
+TIGHT = {"attention_kernel": {SM90: 32, SM100: 48}, "flash_kernel": {SM90: 72}}
+"""Attention stands at 255 registers: what ptxas 12.8 spills there, so that more is noticed. Of
+flash_kernel's none lies in the loop over blocks.
+"""
 
 
 def launches():
     yield from attentions()
     yield from products()
+    yield from hoppers()
     yield from others()
 
 
@@ -48,9 +53,42 @@ def products():
             x, w = torch.zeros(m, k, dtype=BF), torch.zeros(n, k, dtype=BF)
             run = partial(linear.linear, x, w)
             yield Launch(f"linear {m}x{n}x{k}", run, {"gemm_kernel": PRODUCT})
+            yield Launch(
+                f"gated {m}x{n // 2}x{k}",
+                partial(linear.gated, x, w),
+                {"gated_gemm_kernel": PRODUCT},
+            )
     x, w = torch.zeros(5, 96), torch.zeros(64, 96)
     yield Launch("linear float32", partial(linear.linear, x, w))
     yield Launch("linear K=99", partial(linear.linear, x[:, :33].to(BF), w[:, :33].to(BF)))
+
+
+def hoppers():
+    """What a Hopper GPU runs in the place of the launches above."""
+    for m in (1, 16, 64, 128, 256):
+        name = "stream_kernel" if m <= hopper.STREAMED_ROWS else "wide_kernel"
+        x, kind = torch.zeros(m, 4096, dtype=BF), (SM90,)
+        for n, gated in ((576, False), (4096, False), (6144, False), (28672, True)):
+            w, y = torch.zeros(n, 4096, dtype=BF), torch.zeros(m, n // (1 + gated), dtype=BF)
+            run = partial(hopper.product, x, w, None, y, gated)
+            yield Launch(f"{name} {m}x{n} gated {gated}", run, {name: COPIED}, targets=kind)
+    for parts in ((256,), (128, 64, 32), (128, 64), (32,)):
+        tile, y = hopper.Wide(parts, 4), torch.zeros(256, 4096)
+        run = partial(hopper.wide, x, w[:4096], y[0].to(BF), y, tile=tile)
+        yield Launch(f"wide_kernel {parts}", run, {"wide_kernel": COPIED}, targets=kind)
+    for heads, kv_heads, dim, page in ((32, 8, 128, 64), (32, 8, 128, 16), (9, 3, 64, 16)):
+        cache = torch.zeros(4, page, kv_heads, dim, dtype=BF)
+        plan = attention.plan_attention(
+            torch.zeros(2, 64, dtype=torch.int32),
+            torch.ones(2, dtype=torch.int64),
+            torch.tensor([0, 256, 512], dtype=torch.int32),
+            page,
+        )
+        q = torch.zeros(512, heads, dim, dtype=BF)
+        assert hopper.flashes(q, cache, cache)
+        run = partial(attention._flash, q, cache, cache.clone(), plan, 0.1, None)
+        name = f"flash_kernel {heads}/{kv_heads}x{dim} page {page}"
+        yield Launch(name, run, {"flash_kernel": COPIED}, TIGHT, targets=kind)
 
 
 def others():
@@ -58,6 +96,8 @@ def others():
     cache, angles = torch.zeros(4, 16, 8, 128, dtype=BF), torch.zeros(9, 128)
     qkv, k = torch.zeros(5, 48 * 128, dtype=BF), torch.zeros(5, 8, 128, dtype=BF)
     heads, logits = (32, 8, 128), torch.zeros(5, 50000)
+    step = (x, torch.zeros(5, 3, dtype=torch.int32), at, at, at, torch.zeros(6, dtype=torch.int32))
+    yield Launch("stage", partial(rows.stage, step, step))
     yield Launch("rms_norm", partial(rows.rms_norm, x, x[0], 1e-5))
     yield Launch("add_rms_norm", partial(rows.add_rms_norm, x, x, x[0], 1e-5))
     yield Launch("silu_mul", partial(rows.silu_mul, x))

@@ -23,13 +23,15 @@ class Launch:
 
     ``needs``: kernel → target → SASS mnemonics that must be there; a target left out needs none.
     ``spills``: kernel → target → bytes of local memory a thread that are known and accepted; all
-    else must have none.
+    else must have none. ``targets``: what the launch is for; on others ``needs`` names the kernels
+    that it would have reached.
     """
 
     name: str
     run: Callable[[], Any]
     needs: Mapping[str, Mapping[int, frozenset[str]]] = field(default_factory=dict)
     spills: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    targets: tuple[int, ...] = (SM90, SM100)
 
 
 def launches() -> list[Launch]:

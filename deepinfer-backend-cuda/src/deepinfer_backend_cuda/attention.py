@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from deepinfer_backend_cuda import hopper
 from deepinfer_backend_cuda.kernels import attention as kernels
-from deepinfer_backend_cuda.launch import exact, options
-from deepinfer_backend_cuda.linear import _processors as processors
+from deepinfer_backend_cuda.launch import exact, options, processors
 
 PIECE = 256
 """Keys of a piece: the split of every row at every length, see ``kernels.attention``."""
@@ -23,7 +22,8 @@ PART_BYTES = 256 << 20
 class Plan:
     """What a step's attention reads: block_table int32[n, W], kv_lengths int64[n], cu_q int32[n+1].
 
-    ``cuts``: tiles by their height and the number of tokens, made by the first layer.
+    ``cuts``: tiles by their height and the number of tokens, made by the first layer; ``arrived``:
+    zeros that a split launch counts its pieces in and leaves as zeros.
     """
 
     block_table: Tensor
@@ -31,6 +31,13 @@ class Plan:
     cu_q: Tensor
     page_size: int
     cuts: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = field(default_factory=dict)
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+
+    def counts(self, programs: int) -> Tensor:
+        """int32[programs] for ``arrived``."""
+        if programs not in self.arrived:
+            self.arrived[programs] = self.cu_q.new_zeros(programs)
+        return self.arrived[programs]
 
     def tiles(self, height: int, tokens: int) -> tuple[int, Tensor, Tensor]:
         """(how many at most, request of each, first row of each)."""
@@ -94,7 +101,7 @@ def tile_of(group: int, head_dim: int, dtype: torch.dtype, decode: bool, program
     if dtype is not torch.bfloat16:
         return Tile(least, 4, 1)
     if decode:
-        return Tile(least, 4 if programs < 256 else 2, 2)
+        return Tile(least, 2 if programs >= 256 else 8 if programs >= 32 else 4, 2)
     return Tile(max(64, least), 4 if head_dim <= 128 else 8, 2)
 
 
@@ -112,11 +119,34 @@ def attention(
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     decode = tokens <= len(plan.kv_lengths)
+    if not decode and window is None and softcap is None and _flashes(q, k_cache, v_cache, plan):
+        return _flash(q, k_cache, v_cache, plan, scale, sink)
     tile = tile_of(heads // kv_heads, dim, q.dtype, decode, tokens * kv_heads)
     programs = plan.bound(tile.rows // (heads // kv_heads), tokens) * kv_heads
     pieces = split(plan, programs, tokens * heads * dim, q.device)
     options = window, sink, softcap
     return launch(q, k_cache, v_cache, plan, scale, options, tile, pieces)
+
+
+def _flashes(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> bool:
+    """Hopper's kernel walks all pieces in one program, so it wants enough tiles."""
+    if not hopper.serves(q.device) or not hopper.flashes(q, k_cache, v_cache):
+        return False
+    height = hopper.FLASH_ROWS * k_cache.shape[2] // q.shape[1]
+    return 2 * plan.bound(height, len(q)) * k_cache.shape[2] >= processors(q.device)
+
+
+def _flash(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, scale: float, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if scale < 0:
+        q, scale = -q, -scale
+    o = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    tiles = plan.tiles(hopper.FLASH_ROWS // (q.shape[1] // k_cache.shape[2]), len(q))
+    step = plan.block_table, plan.kv_lengths, plan.cu_q
+    hopper.flash(q, (k_cache, v_cache), tiles, step, scale, sink, (o, lse), PIECE)
+    return o, lse
 
 
 def launch(
@@ -145,29 +175,25 @@ def launch(
     height = tile.rows // group
     wide = max(16, triton.next_power_of_2(dim))
     most, request, first = plan.tiles(height, tokens)
-    part = state = lse
+    part = state = arrived = lse
     if pieces > 1:
         part = lse.new_empty((tokens, heads, pieces, dim))
         state = lse.new_empty((tokens, heads, pieces, 2))
-    shared: dict[str, Any] = {
-        "G": group,
-        "HKV": kv_heads,
-        "D": dim,
-        "BD": wide,
-        "PIECE": PIECE,
-        "SINK": sink is not None,
-        **exact(tokens),
-    }
-    where = (plan.kv_lengths, plan.cu_q, request, first, o, lse)
-    counts = (len(plan.kv_lengths), tokens, pieces)
+        arrived = plan.counts(most * kv_heads)
     kernels.attention_kernel[(most, kv_heads, pieces)](
         q,
         k_cache,
         v_cache,
         plan.block_table,
-        *where,
+        plan.kv_lengths,
+        plan.cu_q,
+        request,
+        first,
+        o,
+        lse,
         part,
         state,
+        arrived,
         lse if sink is None else sink,
         float(scale),
         0.0 if softcap is None else float(softcap),
@@ -176,10 +202,18 @@ def launch(
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         plan.block_table.stride(0),
-        *counts,
+        len(plan.kv_lengths),
+        tokens,
+        pieces,
+        G=group,
+        HKV=kv_heads,
         BQ=height,
         BM=tile.rows,
+        D=dim,
+        BD=wide,
         PAGE=plan.page_size,
+        PIECE=PIECE,
+        SINK=sink is not None,
         BLOCK_N=keys_of(dim, q.dtype),
         SPLIT=pieces > 1,
         CAP=softcap is not None,
@@ -188,20 +222,8 @@ def launch(
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **shared,
+        **exact(tokens),
     )
-    if pieces > 1:
-        kernels.merge_kernel[(most, kv_heads, height)](
-            part,
-            state,
-            *where,
-            lse if sink is None else sink,
-            *counts,
-            GP=triton.next_power_of_2(group),
-            STAGES=4,
-            num_warps=max(1, min(4, wide // 64)),
-            **shared,
-        )
     return o, lse
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 
 CHAINED_ROWS = 128
@@ -22,3 +24,11 @@ def options(rows: int) -> dict[str, Any]:
 def exact(rows: int) -> dict[str, Any]:
     """The same; no multiply-add is contracted in one kernel that is not in another."""
     return {"enable_fp_fusion": False, **options(rows)}
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 4 stand in where none is."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

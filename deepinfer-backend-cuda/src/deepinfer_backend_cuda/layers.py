@@ -20,7 +20,7 @@ from torch import Tensor
 from deepinfer_backend_cuda import rows
 from deepinfer_backend_cuda.attention import Plan, attention
 from deepinfer_backend_cuda.graphs import Graphs
-from deepinfer_backend_cuda.linear import linear
+from deepinfer_backend_cuda.linear import gated, linear
 
 MOST_TOKENS = 256
 """Steps of more rows are not worth a graph: launches hide behind the work."""
@@ -71,7 +71,7 @@ def mlp_block(
 ) -> tuple[Tensor, Tensor]:
     """Norm, gate and up, gate · up, down."""
     x, residual = _join(x, residual, norm, eps)
-    return linear(rows.silu_mul(linear(x, gate_up)), down), residual
+    return linear(gated(x, gate_up), down), residual
 
 
 def _join(
@@ -224,14 +224,8 @@ def _stage(tokens: int, width: int, x: Tensor, plan: Plan) -> _Stage:
 
 def _fill(stage: _Stage, x: Tensor, batch: DeviceBatch, plan: Plan) -> None:
     """The step's inputs; rows behind them belong to nobody and write nowhere."""
-    tokens, width = plan.block_table.shape
-    stage.x[:tokens] = x
-    stage.batch.positions[:tokens] = batch.positions
-    stage.batch.kv_slots[:tokens] = batch.kv_slots
-    stage.plan.block_table[:tokens, :width] = plan.block_table
-    stage.plan.kv_lengths[:tokens] = plan.kv_lengths
-    stage.plan.cu_q[: tokens + 1] = plan.cu_q
-    if tokens < len(stage.x):
-        stage.batch.kv_slots[tokens:] = -1
-        stage.plan.kv_lengths[tokens:] = 0
-        stage.plan.cu_q[tokens + 1 :] = tokens
+    mine, own = stage.batch, stage.plan
+    rows.stage(
+        (x, plan.block_table, batch.positions, batch.kv_slots, plan.kv_lengths, plan.cu_q),
+        (stage.x, own.block_table, mine.positions, mine.kv_slots, own.kv_lengths, own.cu_q),
+    )

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from deepinfer_backend_cuda import hopper, rows
 from deepinfer_backend_cuda.kernels import gemm as kernels
-from deepinfer_backend_cuda.launch import options
+from deepinfer_backend_cuda.launch import exact, options, processors
 
 SHARED_BYTES = 232448 - 1024
 """Shared memory that one program may take on SM90 and SM100, less barriers."""
@@ -26,7 +27,9 @@ _OUT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows, columns, depth of a tile; warps and pipeline stages."""
+    """Rows, columns, depth of a tile; warps and pipeline stages; how many rows of tiles are walked
+    together, so that their inputs are read from L2.
+    """
 
     m: int
     n: int
@@ -34,6 +37,7 @@ class Tile:
     warps: int
     stages: int
     swap: bool = False
+    group: int = 8
 
     def fitting(self, out_bytes: int) -> Tile:
         """With as few stages fewer as shared memory asks for. They never touch the arithmetic."""
@@ -47,35 +51,48 @@ class Tile:
 
 
 @cache
-def tile_for(rows: int, n: int, out_bytes: int) -> Tile:
+def gated_tile(m: int, n: int) -> Tile:
+    """The same for ``gated``, whose tiles have n columns of the gate and n of what it gates."""
+    if m <= 32:
+        tile = Tile(m, 64, 128, 4, 4, swap=True)
+    elif m <= 64:
+        tile = Tile(64, 64, 64, 4, 6)
+    else:
+        tile = Tile(128, 64, 64, 8, 5) if m <= 128 else Tile(128, 128, 64, 8, 3, group=16)
+    columns = replace(tile, n=2 * tile.n).fitting(2)
+    return replace(tile, stages=columns.stages)
+
+
+@cache
+def tile_for(m: int, n: int, out_bytes: int) -> Tile:
     """By a bucket of M (``bucket``) and N, from measurements on an H200."""
-    return _tile_for(rows, n, out_bytes).fitting(out_bytes)
+    return _tile_for(m, n, out_bytes).fitting(out_bytes)
 
 
-def bucket(rows: int) -> int:
+def bucket(m: int) -> int:
     """The M that tiles are chosen for: the next of 16, 32, 64, 128, 256, 512."""
-    return next((limit for limit in (16, 32, 64, 128, 256) if rows <= limit), 512)
+    return next((limit for limit in (16, 32, 64, 128, 256) if m <= limit), 512)
 
 
-def _tile_for(rows: int, n: int, out_bytes: int) -> Tile:
-    if rows <= 32:
+def _tile_for(m: int, n: int, out_bytes: int) -> Tile:
+    if m <= 32:
         if n >= 16384:
             return Tile(16, 128, 128, 4, 4, swap=True)
-        return Tile(rows, 64, 128, 4, 5, swap=True)
-    if rows <= 64:
+        return Tile(m, 64, 128, 4, 5, swap=True)
+    if m <= 64:
         if n < 2048:
             return Tile(16, 64, 128, 4, 5, swap=True)
         if n <= 4096:
             return Tile(64, 32, 128, 4, 5)
         return Tile(64, 64, 128, 4, 5) if n < 16384 else Tile(64, 128, 64, 4, 6)
-    if rows <= 256:
+    if m <= 256:
         if n < 1024:
             return Tile(32, 64, 128, 4, 5, swap=True)
-        if n < 3072 or (rows <= 128 and n <= 4096):
+        if n < 3072 or (m <= 128 and n <= 4096):
             return Tile(64, 64, 128, 4, 4)
-        if n <= 4096 or (rows <= 128 and n < 16384):
+        if n <= 4096 or (m <= 128 and n < 16384):
             return Tile(128, 64, 64, 4, 7)
-        if rows <= 128 or n < 16384 or out_bytes > 2:
+        if m <= 128 or n < 16384 or out_bytes > 2:
             return Tile(128, 128, 64, 8, 5)
         return Tile(128, 256, 64, 8, 3)
     return Tile(128, 128, 64, 4, 4) if n < 1024 else Tile(128, 256, 64, 8, 3)
@@ -97,18 +114,66 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
         return
     if x.dtype != w.dtype:
         x, w = x.float(), w.float()
-    if w.dtype is torch.bfloat16 and w.shape[1] % 8 == 0:
-        _tensor_cores(x, w, bias, y)
-    else:
+    if not _matrix(w):
         _plain(x, w, bias, y)
+    elif len(x) <= hopper.WIDE_ROWS and hopper.serves(w.device):
+        hopper.product(_aligned(x), _aligned(w), bias, y)
+    else:
+        _tensor_cores(_aligned(x), _aligned(w), bias, y)
+
+
+def _matrix(w: Tensor) -> bool:
+    """Whether tensor descriptors can address it and tensor cores multiply it exactly."""
+    return w.dtype is torch.bfloat16 and w.shape[1] % 8 == 0
+
+
+def gated(x: Tensor, w: Tensor) -> Tensor:
+    """``silu_mul(linear(x, w))``, bit for bit: x [..., K], w [2·N, K] -> [..., N]."""
+    n, k = w.shape[0] // 2, w.shape[1]
+    y = x.new_empty((x.numel() // k, n))
+    if x.dtype != w.dtype or not _matrix(w):
+        return rows.silu_mul(linear(x, w))
+    if y.numel():
+        flat, w = _aligned(x.reshape(-1, k)), _aligned(w)
+        if len(flat) <= hopper.WIDE_ROWS and hopper.serves(w.device):
+            hopper.product(flat, w, None, y, gated=True)
+        else:
+            _gated(flat, w, y)
+    return y.view(*x.shape[:-1], n)
+
+
+def _gated(x: Tensor, w: Tensor, y: Tensor) -> None:
+    (m, k), n = x.shape, y.shape[1]
+    tile = gated_tile(bucket(m), n)
+    whole = n * y.element_size() % 16 == 0
+    programs = min(processors(y.device), triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n))
+    kernels.gated_gemm_kernel[(programs,)](
+        TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
+        TensorDescriptor(w, [2 * n, k], [w.stride(0), 1], [tile.n, tile.k]),
+        TensorDescriptor(y, [m, n], [n, 1], [tile.m, tile.n]) if whole else y,
+        y,
+        m,
+        n,
+        k,
+        programs,
+        BM=tile.m,
+        BN=tile.n,
+        BK=tile.k,
+        GROUP=tile.group,
+        SWAP=tile.swap,
+        STORE_TILES=whole,
+        OUT=_OUT[y.dtype],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **exact(m),
+    )
 
 
 def _tensor_cores(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
     (m, k), n = x.shape, w.shape[0]
-    x, w = _aligned(x), _aligned(w)
     tile = tile_for(bucket(m), n, y.element_size())
     whole = n * y.element_size() % 16 == 0
-    programs = min(_processors(y.device), triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n))
+    programs = min(processors(y.device), triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n))
     kernels.gemm_kernel[(programs,)](
         TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
         TensorDescriptor(w, [n, k], [w.stride(0), 1], [tile.n, tile.k]),
@@ -122,7 +187,7 @@ def _tensor_cores(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
         BM=tile.m,
         BN=tile.n,
         BK=tile.k,
-        GROUP=8,
+        GROUP=tile.group,
         SWAP=tile.swap,
         BIASED=bias is not None,
         STORE_TILES=whole,
@@ -165,13 +230,6 @@ def _aligned(x: Tensor) -> Tensor:
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def grouped_linear(

@@ -11,6 +11,9 @@ from torch import Tensor
 from deepinfer_backend_cuda.kernels import rows as kernels
 from deepinfer_backend_cuda.launch import exact
 
+HEADS, ROPE_WARPS = 8, 4
+"""Heads that a program rotates, and its warps."""
+
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
     """x [..., H] of any row stride, w [H] or None -> like x, contiguous."""
@@ -114,7 +117,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = Fals
     tokens, heads, dim = x.shape
     y = x.new_empty(x.shape)
     if y.numel():
-        kernels.rope_kernel[(tokens * heads,)](
+        kernels.rope_kernel[(tokens, triton.cdiv(heads, HEADS))](
             x,
             y,
             positions,
@@ -124,9 +127,10 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = Fals
             x.stride(1),
             D=dim,
             BLOCK=triton.next_power_of_2(dim),
+            HEADS=HEADS,
             R=cos_sin.shape[1],
             INTERLEAVED=interleaved,
-            num_warps=1,
+            num_warps=ROPE_WARPS,
             **exact(tokens),
         )
     return y
@@ -148,7 +152,7 @@ def rope_write(
     k, v = kv
     q = qkv.new_empty((len(qkv), hq, dim))
     if len(qkv):
-        kernels.rope_write_kernel[(len(qkv), hq + 2 * hkv)](
+        kernels.rope_write_kernel[(len(qkv), triton.cdiv(hq + 2 * hkv, HEADS))](
             qkv,
             q,
             k,
@@ -165,9 +169,10 @@ def rope_write(
             HKV=hkv,
             D=dim,
             BLOCK=triton.next_power_of_2(dim),
+            HEADS=HEADS,
             R=cos_sin.shape[1],
             PAGE=k.shape[1],
-            num_warps=1,
+            num_warps=ROPE_WARPS,
             **exact(len(qkv)),
         )
     return q
@@ -199,5 +204,41 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         BLOCK=triton.next_power_of_2(dim),
         PAGE=k_cache.shape[1],
         num_warps=1,
+        **exact(tokens),
+    )
+
+
+def stage(
+    step: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    standing: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """A decode step of T rows into a graph's inputs of at least as many: each x [·, H], block table
+    int32[·, W], positions, slots and lengths int64[·], and cu_q int32[· + 1], which begins with 0.
+    """
+    x, table, positions, slots, lengths, cu_q = (tensor.contiguous() for tensor in step)
+    x_to, table_to, *_, cu_q_to = standing
+    tokens, width = x.shape
+    kernels.stage_kernel[(len(x_to),)](
+        x,
+        x_to,
+        table,
+        table_to,
+        positions,
+        standing[2],
+        slots,
+        standing[3],
+        lengths,
+        standing[4],
+        cu_q,
+        cu_q_to,
+        tokens,
+        table.shape[1],
+        x.stride(0),
+        table.stride(0),
+        table_to.stride(0),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        PAGES_BLOCK=triton.next_power_of_2(table.shape[1]),
+        num_warps=4,
         **exact(tokens),
     )

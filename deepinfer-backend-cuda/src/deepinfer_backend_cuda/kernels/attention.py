@@ -18,6 +18,7 @@ from deepinfer_backend_cuda.kernels.chain import follow
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+UNROLLED = tl.constexpr(4)  # pieces whose loads are under way together in a merge
 
 
 @triton.jit(do_not_specialize=["requests", "tokens", "tiles"])
@@ -123,11 +124,23 @@ def _merge(top, total, acc, m, l, part):
 
 
 @triton.jit
+def _merge_stored(
+    top, total, acc, part_ptr, state_ptr, at, real, dim, od, D: tl.constexpr
+):  # fmt: skip
+    """The same of a piece that another program stored: read past this processor's own cache."""
+    m = tl.load(state_ptr + at * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+    l = tl.load(state_ptr + at * 2 + 1, mask=real, other=0, cache_modifier=".cg")
+    where, mask = part_ptr + at[:, None] * D + od[None, :], real[:, None] & dim[None, :]
+    part = tl.load(where, mask=mask, other=0, cache_modifier=".cg")
+    return _merge(top, total, acc, m, l, part)
+
+
+@triton.jit
 def _finish(top, total, acc, sink, HAS_SINK: tl.constexpr):
     """(o, lse) of the last state; a row that saw nothing gives 0 and −inf, NaN stays NaN."""
     empty = (top == float("-inf")) & (total == 0.0)
     lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2)
-    o = tl.div_rn(acc, tl.broadcast_to(tl.where(empty, 1.0, total)[:, None], acc.shape))
+    o = acc * tl.div_rn(1.0, tl.where(empty, 1.0, total))[:, None]
     if HAS_SINK:
         o = o * tl.div_rn(1.0, 1.0 + tl.exp2((sink - lse) * LOG2E))[:, None]
     return tl.where(empty[:, None], 0.0, o), lse
@@ -136,7 +149,7 @@ def _finish(top, total, acc, sink, HAS_SINK: tl.constexpr):
 @triton.jit(do_not_specialize=["requests", "tokens", "pieces"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, cu_q_ptr, request_ptr, first_ptr, o_ptr, lse_ptr,
-    part_ptr, state_ptr, sink_ptr, scale, softcap, window,
+    part_ptr, state_ptr, arrived_ptr, sink_ptr, scale, softcap, window,
     q_row, q_head, k_page, k_line, k_head, v_page, v_line, v_head, table_row,
     requests, tokens, pieces,
     G: tl.constexpr, HKV: tl.constexpr, BQ: tl.constexpr, BM: tl.constexpr, D: tl.constexpr,
@@ -147,7 +160,9 @@ def attention_kernel(
     """BQ query rows of one request times the G heads of one cached head: BM rows of a tile.
 
     q [T, HKV·G, D]; o, lse contiguous. SPLIT: program (·, ·, s) stores piece s of each row to
-    ``part`` float32[T, HQ, pieces, D] and (max, sum) to ``state`` float32[T, HQ, pieces, 2].
+    ``part`` float32[T, HQ, pieces, D] and (max, sum) to ``state`` float32[T, HQ, pieces, 2]; the
+    one that ``arrived`` int32[tiles, HKV] says is a tile's last merges its pieces, ascending, and
+    sets it back to 0.
     """
     follow(CHAIN)
     tile = tl.program_id(0)
@@ -210,19 +225,28 @@ def attention_kernel(
                 if (at + BLOCK_N) % PIECE == 0:
                     top, total, out = _merge(top, total, out, m, tl.max(l, 1), acc)
                     m, l, acc = _nothing(BM, BD)
+        last = True
         if SPLIT:
-            if tl.program_id(2) * PIECE < keys:
-                at_part = (row * (HKV * G) + head) * pieces + tl.program_id(2)
-                tl.store(
-                    part_ptr + at_part[:, None] * D + od[None, :],
-                    acc,
-                    mask=real[:, None] & dim[None, :],
-                )
-                tl.store(state_ptr + at_part * 2, m, mask=real)
-                tl.store(state_ptr + at_part * 2 + 1, tl.max(l, 1), mask=real)
-        if not SPLIT:
+            walked = tl.maximum(tl.cdiv(keys, PIECE), 1)
+            at_part = (row * (HKV * G) + head) * pieces
+            last = False
+            if tl.program_id(2) < walked:
+                mine = at_part + tl.program_id(2)
+                mask = real[:, None] & dim[None, :]
+                tl.store(part_ptr + mine[:, None] * D + od[None, :], acc, mask=mask)
+                tl.store(state_ptr + mine * 2, m, mask=real)
+                tl.store(state_ptr + mine * 2 + 1, tl.max(l, 1), mask=real)
+                tl.debug_barrier()  # one thread's arrival speaks for all
+                last = tl.atomic_add(arrived_ptr + tile * HKV + h, 1) == walked - 1
+            if last:
+                tl.store(arrived_ptr + tile * HKV + h, 0)
+                for piece in tl.range(0, walked, loop_unroll_factor=UNROLLED):
+                    top, total, out = _merge_stored(
+                        top, total, out, part_ptr, state_ptr, at_part + piece, real, dim, od, D
+                    )
+        else:
             top, total, out = _merge(top, total, out, m, tl.max(l, 1), acc)  # the piece begun last
-        if not SPLIT:
+        if last:
             sink = tl.zeros((BM,), tl.float32)
             if SINK:
                 sink = tl.load(sink_ptr + head, mask=real, other=0)
@@ -230,47 +254,4 @@ def attention_kernel(
             at_row = row * (HKV * G) + head
             to = o_ptr + at_row[:, None] * D + od[None, :]
             tl.store(to, o.to(o_ptr.dtype.element_ty), mask=real[:, None] & dim[None, :])
-            tl.store(lse_ptr + at_row, lse, mask=real)
-
-
-@triton.jit(do_not_specialize=["requests", "tokens", "pieces"])
-def merge_kernel(
-    part_ptr, state_ptr, lengths_ptr, cu_q_ptr, request_ptr, first_ptr, o_ptr, lse_ptr, sink_ptr,
-    requests, tokens, pieces,
-    G: tl.constexpr, GP: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    PIECE: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
-):  # fmt: skip
-    """Merge the pieces of a row's G heads, ascending: program (tile, cached head, row of tile)."""
-    follow(CHAIN)
-    b = tl.load(request_ptr + tl.program_id(0))
-    if b <= requests:
-        h = tl.program_id(1)
-        j = tl.load(first_ptr + tl.program_id(0)) + tl.program_id(2)
-        begin = tl.load(cu_q_ptr + b)
-        count = tokens - begin
-        keys = 0
-        if b < requests:
-            count = tl.load(cu_q_ptr + b + 1) - begin
-            keys = tl.load(lengths_ptr + b).to(tl.int32) - count + j + 1
-        if j < count:
-            g, od = tl.arange(0, GP), tl.arange(0, BD)
-            real, dim = g < G, od < D
-            at_row = (begin + j).to(tl.int64) * (HKV * G) + h * G + g
-            top = tl.full((GP,), float("-inf"), tl.float32)
-            total = tl.zeros((GP,), tl.float32)
-            acc = tl.zeros((GP, BD), tl.float32)
-            mask = real[:, None] & dim[None, :]
-            for piece in tl.range(0, tl.cdiv(tl.maximum(keys, 0), PIECE), num_stages=STAGES):
-                at = at_row * pieces + piece
-                m = tl.load(state_ptr + at * 2, mask=real, other=float("-inf"))
-                l = tl.load(state_ptr + at * 2 + 1, mask=real, other=0)
-                part = tl.load(part_ptr + at[:, None] * D + od[None, :], mask=mask, other=0)
-                top, total, acc = _merge(top, total, acc, m, l, part)
-            sink = tl.zeros((GP,), tl.float32)
-            if SINK:
-                sink = tl.load(sink_ptr + h * G + g, mask=real, other=0)
-            o, lse = _finish(top, total, acc, sink, SINK)
-            tl.store(
-                o_ptr + at_row[:, None] * D + od[None, :], o.to(o_ptr.dtype.element_ty), mask=mask
-            )
             tl.store(lse_ptr + at_row, lse, mask=real)

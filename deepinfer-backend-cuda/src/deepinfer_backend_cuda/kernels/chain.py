@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel may start while the one before it ends.
 
-Every kernel begins with ``follow``, before it touches memory: it waits until all earlier kernels
-are complete and visible, and lets the next one start. So only launch latency overlaps, and no order
-of reads and writes changes.
+Every kernel begins with ``follow``, before it touches memory: it lets the next one start, and waits
+until all earlier kernels are complete and visible (the one before it is complete only after its own
+wait, so all are). Only launch latency overlaps, and no order of reads and writes changes; weights,
+which nothing writes, may be read before (``kernels.stream``).
 """
 
 import triton
@@ -14,5 +15,5 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def follow(CHAIN: tl.constexpr):
     """CHAIN False (the interpreter): nothing."""
     if CHAIN:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from deepinfer_backend_cuda.kernels.chain import follow
+from deepinfer_backend_cuda.kernels.rows import silu_times
 
 
 @triton.jit(do_not_specialize=["M", "PROGRAMS"])
@@ -54,6 +55,50 @@ def gemm_kernel(
             rows = m + tl.arange(0, BM)
             to = y_ptr + rows[:, None].to(tl.int64) * N + cols[None, :]
             tl.store(to, acc.to(OUT), mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "PROGRAMS"])
+def gated_gemm_kernel(
+    x_desc, w_desc, y_desc, y_ptr, M, N, K, PROGRAMS,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    SWAP: tl.constexpr, STORE_TILES: tl.constexpr, OUT: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """y[m, n] = silu(x[m] · w[n]) · (x[m] · w[N + n]), w [2·N, K]: what ``gemm_kernel`` and then
+    ``silu_mul_kernel`` give, both products rounded to OUT between. Launch without contraction.
+    """
+    follow(CHAIN)
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+        width = GROUP * tiles_n
+        first = (tile // width) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        m = (first + (tile % width) % height) * BM
+        n = ((tile % width) // height) * BN
+        if SWAP:
+            gate = tl.zeros((BN, BM), tl.float32)
+            up = tl.zeros((BN, BM), tl.float32)
+        else:
+            gate = tl.zeros((BM, BN), tl.float32)
+            up = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, tl.cdiv(K, BK)):
+            x = x_desc.load([m, k * BK])
+            w = w_desc.load([n, k * BK])
+            u = w_desc.load([N + n, k * BK])
+            if SWAP:
+                gate = tl.dot(w, x.T, gate)
+                up = tl.dot(u, x.T, up)
+            else:
+                gate = tl.dot(x, w.T, gate)
+                up = tl.dot(x, u.T, up)
+        y = silu_times(gate.to(OUT).to(tl.float32), up.to(OUT).to(tl.float32), OUT).to(OUT)
+        if SWAP:
+            y = y.T
+        if STORE_TILES:
+            y_desc.store([m, n], y)
+        else:
+            rows, cols = m + tl.arange(0, BM), n + tl.arange(0, BN)
+            to = y_ptr + rows[:, None].to(tl.int64) * N + cols[None, :]
+            tl.store(to, y, mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -42,6 +42,14 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def silu_times(gate, up, TO: tl.constexpr):
+    """silu(gate) · up in float32, to be rounded to TO: a float32 result divides exactly."""
+    if TO == tl.float32:
+        return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def silu_mul_kernel(
     x_ptr, y_ptr, x_row, width, limit, BLOCK: tl.constexpr, LIMITED: tl.constexpr,
     CHAIN: tl.constexpr,
@@ -56,75 +64,75 @@ def silu_mul_kernel(
     if LIMITED:
         gate = tl.where(gate > limit, limit, gate)  # NaN stays
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    y = tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
-    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    to = y_ptr.dtype.element_ty
+    tl.store(y_ptr + row * width + cols, silu_times(gate, up, to).to(to), mask=mask)
 
 
 @triton.jit
-def _rotated(x_ptr, angle_ptr, cols, mask, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Elements ``cols`` of one head after the rotation: x·cos ∓ partner·sin, float32."""
+def _rotated(x_ptr, angle_ptr, cols, real, D: tl.constexpr, R: tl.constexpr, INTERLEAVED):
+    """Elements ``cols`` [1, ·] of heads at ``x_ptr`` [·, 1] (``real``: which are there), before and
+    after the rotation: x·cos ∓ partner·sin, float32.
+    """
     if INTERLEAVED:
         pair, first = cols // 2, cols % 2 == 0
         partner = tl.where(first, cols + 1, cols - 1)
     else:
         pair, first = cols % (R // 2), cols < R // 2
         partner = tl.where(first, cols + R // 2, cols - R // 2)
-    turned = mask & (cols < R)
-    x = tl.load(x_ptr + cols, mask=mask, other=0).to(tl.float32)
-    other = tl.load(x_ptr + partner, mask=turned, other=0).to(tl.float32)
+    turned = cols < R
+    x = tl.load(x_ptr + cols, mask=real & (cols < D), other=0).to(tl.float32)
+    other = tl.load(x_ptr + partner, mask=real & turned, other=0).to(tl.float32)
     cos = tl.load(angle_ptr + pair, mask=turned, other=1)
     sin = tl.load(angle_ptr + R // 2 + pair, mask=turned, other=0)
-    return tl.where(turned, x * cos + tl.where(first, -(other * sin), other * sin), x)
+    return x, tl.where(turned, x * cos + tl.where(first, -(other * sin), other * sin), x)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def rope_kernel(
     x_ptr, y_ptr, pos_ptr, angles_ptr, heads, x_row, x_head,
-    D: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CHAIN: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """Head (t, h) of x [T, heads, D] rotated by its position's angles float32[P, R], contiguous."""
+    """HEADS heads of a row of x [T, heads, D] rotated by its position's angles float32[P, R]."""
     follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < D
-    angle = angles_ptr + tl.load(pos_ptr + row // heads) * R
-    x = x_ptr + (row // heads) * x_row + (row % heads) * x_head
-    y = _rotated(x, angle, cols, mask, R, INTERLEAVED)
-    tl.store(y_ptr + row * D + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    angle = angles_ptr + tl.load(pos_ptr + row) * R
+    at = x_ptr + row * x_row + head * x_head
+    _, y = _rotated(at, angle, cols, head < heads, D, R, INTERLEAVED)
+    to = y_ptr + (row * heads + head) * D + cols
+    tl.store(to, y.to(y_ptr.dtype.element_ty), mask=(head < heads) & (cols < D))
 
 
 @triton.jit
 def rope_write_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, pos_ptr, slot_ptr, angles_ptr, qkv_row, k_page, k_line, v_page,
     v_line, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr, PAGE: tl.constexpr, CHAIN: tl.constexpr,
+    HEADS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """Of a row of qkv [T, (HQ + 2·HKV)·D]: queries rotated to q [T, HQ, D], keys rotated and values
-    as they are to their cache lines (slot −1: nowhere). The same bits as rope, then kv_write.
+    """Of HEADS heads of a row of qkv [T, (HQ + 2·HKV)·D]: queries rotated to q [T, HQ, D], keys
+    rotated and values as they are to their cache lines (slot −1: nowhere). The same bits as rope,
+    then kv_write.
     """
     follow(CHAIN)
     t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < D
-    x = qkv_ptr + t * qkv_row + head * D
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
     angle = angles_ptr + tl.load(pos_ptr + t) * R
-    if head < HQ:
-        y = _rotated(x, angle, cols, mask, R, False)
-        tl.store(q_ptr + (t * HQ + head) * D + cols, y.to(q_ptr.dtype.element_ty), mask=mask)
-    else:
-        slot = tl.load(slot_ptr + t)
-        if slot >= 0:
-            page, line = slot // PAGE, slot % PAGE
-            if head < HQ + HKV:
-                y = _rotated(x, angle, cols, mask, R, False).to(qkv_ptr.dtype.element_ty)
-                to = k_ptr + page * k_page + line * k_line + (head - HQ) * D + cols
-                tl.store(to, y.to(k_ptr.dtype.element_ty), mask=mask)
-            else:
-                y = tl.load(x + cols, mask=mask)
-                to = v_ptr + page * v_page + line * v_line + (head - HQ - HKV) * D + cols
-                tl.store(to, y.to(v_ptr.dtype.element_ty), mask=mask)
+    real = head < HQ + 2 * HKV
+    x, y = _rotated(qkv_ptr + t * qkv_row + head * D, angle, cols, real, D, R, False)
+    y, inside = tl.where(head < HQ + HKV, y, x).to(qkv_ptr.dtype.element_ty), cols < D
+    to = q_ptr + (t * HQ + head) * D + cols
+    tl.store(to, y.to(q_ptr.dtype.element_ty), mask=inside & (head < HQ))
+    slot = tl.load(slot_ptr + t)
+    written = inside & real & (slot >= 0)
+    page, line = slot // PAGE, slot % PAGE
+    to = k_ptr + page * k_page + line * k_line + (head - HQ) * D + cols
+    mask = written & (head >= HQ) & (head < HQ + HKV)
+    tl.store(to, y.to(k_ptr.dtype.element_ty), mask=mask)
+    to = v_ptr + page * v_page + line * v_line + (head - HQ - HKV) * D + cols
+    tl.store(to, y.to(v_ptr.dtype.element_ty), mask=written & (head >= HQ + HKV))
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -147,3 +155,29 @@ def kv_write_kernel(
         tl.store(kc_ptr + to, k.to(kc_ptr.dtype.element_ty), mask=mask)
         to = page * v_page + line * v_line + h * D + cols
         tl.store(vc_ptr + to, v.to(vc_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "pages", "table_row"])
+def stage_kernel(
+    x_ptr, x_to, table_ptr, table_to, pos_ptr, pos_to, slot_ptr, slot_to, length_ptr, length_to,
+    cu_q_ptr, cu_q_to, tokens, pages, x_row, table_row, to_row,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGES_BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """Row t of a decode step to a graph's standing inputs; a row that is none writes nowhere and
+    sees no key.
+    """
+    follow(CHAIN)
+    t = tl.program_id(0)
+    real = t < tokens
+    cols = tl.arange(0, BLOCK)
+    mask = (cols < WIDTH) & real
+    row = t.to(tl.int64)
+    tl.store(x_to + row * WIDTH + cols, tl.load(x_ptr + row * x_row + cols, mask=mask), mask=mask)
+    page = tl.arange(0, PAGES_BLOCK)
+    mask = (page < pages) & real
+    table = tl.load(table_ptr + row * table_row + page, mask=mask)
+    tl.store(table_to + row * to_row + page, table, mask=mask)
+    tl.store(pos_to + t, tl.load(pos_ptr + t, mask=real, other=0))
+    tl.store(slot_to + t, tl.load(slot_ptr + t, mask=real, other=-1))
+    tl.store(length_to + t, tl.load(length_ptr + t, mask=real, other=0))
+    tl.store(cu_q_to + t + 1, tl.load(cu_q_ptr + t + 1, mask=real, other=tokens))
