@@ -152,9 +152,7 @@ def _refuse(fields: Mapping[str, Any]) -> None:
     kinds = set(fields.get("layer_types") or ()) - {"full_attention"}
     found += [f"layer_types with {kind!r}" for kind in sorted(kinds)]
     known = _FIELDS | {"draft_vocab_size"}
-    found += sorted(
-        name for name in fields if name.startswith(_PREFIXES) and name not in known
-    )
+    found += sorted(name for name in fields if name.startswith(_PREFIXES) and name not in known)
     if found:
         raise UnsupportedError(
             f"The draft's config.json asks for {', '.join(found)}, which is not built.",
@@ -175,7 +173,7 @@ def _mask(fields: Mapping[str, Any], vocab: int) -> int:
 def _taps(fields: Mapping[str, Any]) -> tuple[int, ...]:
     ids = fields.get("target_layer_ids")
     fine = isinstance(ids, list) and ids and all(isinstance(i, int) and i >= -1 for i in ids)
-    if not fine or len(set(ids)) != len(ids):
+    if not isinstance(ids, list) or not fine or len(set(ids)) != len(ids):
         raise ModelLoadError(
             f"The draft's target_layer_ids={ids!r} are no different layers from -1 on.",
             setting="target_layer_ids",

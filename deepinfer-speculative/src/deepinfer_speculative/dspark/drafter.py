@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from deepinfer.api.kv import KVGroup, KVSpec
@@ -27,13 +27,11 @@ from deepinfer_speculative.options import take
 from deepinfer_speculative.ratio import round_seed
 
 if TYPE_CHECKING:
-    from deepinfer.api.model import KVPools
+    from deepinfer.api.model import KVPools, Model
     from deepinfer.api.speculative import DrafterContext, DrafterTarget, SlotView, StepTaps
     from deepinfer.models.checkpoint import Checkpoint
 
 DEMO: Final = "dspark-demo"
-OPTIONS: Final = ("draft_sampling", "draft_candidates", "draft_head")
-"""Options beside the planner's; see :class:`DSparkDrafter`."""
 
 
 class DSparkDrafter:
@@ -57,6 +55,12 @@ class DSparkDrafter:
             context.options, "draft_sampling", str, "coupled", among=("coupled", "greedy")
         )
         self._candidates = take(context.options, "draft_candidates", int, 0, least=0)
+        if self._candidates and not config.rank:
+            raise ConfigError(
+                "speculative: draft_candidates chooses what a Markov head corrects, and this draft "
+                "has none.",
+                setting="speculative",
+            )
         self._model = _load(context, target, checkpoint, config, self.draft_len)
         self._pages = -(-config.block // context.page_size)  # of one block in scratch
         shape, size = config.shape, context.page_size
@@ -231,7 +235,8 @@ class _Picks:
         q = drafter.sampler.probs(logits, rows)
         drafter.keep_proposal(k, self._slots, q)
         seed = round_seed(rows.seed, self._rows.position - 1)
-        return (q.log() + gumbel(seed, rows.position, q.shape[1], DRAFT)).argmax(1)
+        drawn: Tensor = (q.log() + gumbel(seed, rows.position, q.shape[1], DRAFT)).argmax(1)
+        return drawn
 
 
 def _folder(context: DrafterContext) -> str:
@@ -265,7 +270,7 @@ def _load(
     length = context.config.max_model_len + config.block + 1
     model = Backbone(config, target.ops, length)
     load_weights(
-        model,
+        cast("Model", model),  # of a model, loading needs ``load`` alone
         weight_rules(config),
         checkpoint,
         target.ops,

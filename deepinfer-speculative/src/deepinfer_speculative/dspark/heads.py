@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class _Candidates:
         """float32[R, V], −inf outside the candidates of position k; e [R, r]."""
         values = self._base[:, k] + (self._w2[:, k] * e.float()[:, None]).sum(-1)
         full = values.new_full((len(values), self._vocab), -torch.inf)
-        return full.scatter_(1, self._ids[:, k], values)
+        return torch.scatter(full, 1, self._ids[:, k], values)
 
 
 def confidence_logits(model: Backbone, hidden: Tensor, embeddings: Tensor | None) -> Tensor | None:
@@ -76,8 +76,3 @@ def confidence_logits(model: Backbone, hidden: Tensor, embeddings: Tensor | None
 def _wide(model: Backbone, rows: Tensor) -> Tensor:
     """In the type that activations have."""
     return rows if model.dtype is None else rows.to(model.dtype)
-
-
-def sigmoid(z: Tensor, temperature: Tensor) -> Any:
-    """Calibrated: σ(z / T); T float32[γ] or [R, γ]."""
-    return torch.sigmoid(z / temperature)

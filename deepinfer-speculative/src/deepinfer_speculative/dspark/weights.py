@@ -58,6 +58,4 @@ def _heads(config: DSparkConfig) -> Iterator[WeightRule]:
         # "route": it decides, so it is never quantised; float32 (spec 1.3).
         made = rule("sure.weight", [(f"{name}.weight", (1, width))], ("linear", "route"))
         yield replace(made, exact=True)
-        yield replace(
-            rule("sure.bias", [(f"{name}.bias", (1,))], ()), exact=True, optional=True
-        )
+        yield replace(rule("sure.bias", [(f"{name}.bias", (1,))], ()), exact=True, optional=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -141,10 +141,10 @@ def _own_talks(llm: LLM, plan: AnswerPlan, made: _Maker) -> None:
     one = SamplingParams(temperature=0, max_tokens=1)
     a, b = llm.chat([[{"role": "user", "content": text}] for text in ("a", "7")], one)
     ids = [list(out.prompt_token_ids) for out in (a, b)]
-    head = list(commonprefix(ids))
-    tail = list(commonprefix([row[::-1] for row in ids]))[::-1]
+    head = _common(*ids)
+    tail = _common(*(row[::-1] for row in ids))[::-1]
     written = llm.generate(
-        [{"prompt_token_ids": head}] * plan.own,
+        [head] * plan.own,
         [
             SamplingParams(
                 temperature=1.0, top_p=0.95, max_tokens=96, detokenize=False,
@@ -161,19 +161,19 @@ def _own_talks(llm: LLM, plan: AnswerPlan, made: _Maker) -> None:
         found = found[:-1] if found and found[-1] == tail[0] else found
         if len(found) > 2:
             asked.append([*head, *found, *tail])
-    ways = [(ids, t) for ids in asked for t in (0.0, 1.0)]
+    ways = [(talk, t) for talk in asked for t in (0.0, 1.0)]
     rows = llm.generate(
-        [{"prompt_token_ids": ids} for ids, _ in ways],
+        [talk for talk, _ in ways],
         [
             SamplingParams(
                 temperature=t, max_tokens=plan.max_tokens, detokenize=False,
-                seed=_seed(plan.seed, str(ids), 0),
+                seed=_seed(plan.seed, str(talk), 0),
             )
-            for ids, t in ways
+            for talk, t in ways
         ],
     )  # fmt: skip
-    for (ids, t), out in zip(ways, rows, strict=True):
-        made.add(out, OWN, t > 0, held_out(str(ids)), plan.max_prompt)
+    for (talk, t), out in zip(ways, rows, strict=True):
+        made.add(out, OWN, t > 0, held_out(str(talk)), plan.max_prompt)
 
 
 class _Maker:
@@ -204,6 +204,11 @@ class _Maker:
             task=np.array([tasks.index(name) for name in task], np.int32),
             tasks=tasks,
         )
+
+
+def _common(a: list[int], b: list[int]) -> list[int]:
+    """The beginning that both have."""
+    return [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))]
 
 
 def _seed(seed: int, text: str, k: int) -> int:

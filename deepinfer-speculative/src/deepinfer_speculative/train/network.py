@@ -42,7 +42,9 @@ class Network(nn.Module):
             elif "confidence" in name or "markov_w2" in name:
                 value.zero_()  # no correction, confidence one half
             else:
-                spread = 0.02 * (depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+                spread = 0.02 * (
+                    depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+                )
                 value.normal_(0.0, spread, generator=source)
             self.table[_key(name)] = nn.Parameter(value)
         with torch.no_grad():
@@ -56,7 +58,8 @@ class Network(nn.Module):
 
     def get(self, name: str) -> Tensor:
         """A weight by its checkpoint name."""
-        return self.table[_key(name)]
+        found: Tensor = self.table[_key(name)]
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """All weights by their checkpoint names, in float32."""
@@ -85,7 +88,8 @@ class Network(nn.Module):
             gate = F.linear(y, self._w(f"{at}.mlp.gate_proj.weight", y))
             up = F.linear(y, self._w(f"{at}.mlp.up_proj.weight", y))
             x = x + F.linear(F.silu(gate) * up, self._w(f"{at}.mlp.down_proj.weight", y))
-        return self._norm(x, "norm.weight").unflatten(1, (-1, block))
+        out = self._norm(x, "norm.weight")
+        return out.view(len(out), -1, block, out.shape[-1])
 
     def _attention(
         self, at: str, context: Tensor, x: Tensor, turns: tuple[Any, Any], mask: Tensor
@@ -94,9 +98,8 @@ class Network(nn.Module):
         far, near = turns
 
         def rows(name: str, y: Tensor) -> Tensor:
-            return F.linear(y, self._w(f"{at}.self_attn.{name}_proj.weight", y)).unflatten(
-                -1, (-1, shape.head_dim)
-            )
+            flat = F.linear(y, self._w(f"{at}.self_attn.{name}_proj.weight", y))
+            return flat.view(*flat.shape[:-1], -1, shape.head_dim)
 
         def normed(name: str, y: Tensor) -> Tensor:
             return self._norm(y, f"{at}.self_attn.{name}_norm.weight") if shape.qk_norm else y
@@ -105,7 +108,9 @@ class Network(nn.Module):
         keys = [rotate(normed("k", rows("k", y)), *t) for y, t in ((context, far), (x, near))]
         values = [rows("v", y) for y in (context, x)]
         groups = shape.heads // shape.kv_heads
-        k, v = (torch.cat(t, 1).repeat_interleave(groups, 2).transpose(1, 2) for t in (keys, values))
+        k, v = (
+            torch.cat(t, 1).repeat_interleave(groups, 2).transpose(1, 2) for t in (keys, values)
+        )
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
         out = o.transpose(1, 2).flatten(2)
         return F.linear(out, self._w(f"{at}.self_attn.o_proj.weight", out))

@@ -49,11 +49,11 @@ class Target:
         self.embed = get("model.embed_tokens.weight")
         self.head = self.embed if self.config.tied else get("lm_head.weight")
         self.norm = get("model.norm.weight")
-        names = ("input_layernorm", "post_attention_layernorm", "self_attn.q_proj",
-                 "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
-                 "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+        names = ["input_layernorm", "post_attention_layernorm"]
+        names += [f"self_attn.{n}_proj" for n in "qkvo"]
+        names += [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
         if self.config.qk_norm:
-            names += ("self_attn.q_norm", "self_attn.k_norm")
+            names += ["self_attn.q_norm", "self_attn.k_norm"]
         self.layers: list[dict[str, Tensor]] = [
             {name.rpartition(".")[2]: get(f"model.layers.{i}.{name}.weight") for name in names}
             for i in range(self.config.layers)
@@ -82,7 +82,8 @@ class Target:
     def _attention(self, x: Tensor, layer: dict[str, Tensor], turn: tuple[Any, Any]) -> Tensor:
         c = self.config
         q, k, v = (
-            F.linear(x, layer[f"{n}_proj"]).unflatten(-1, (-1, c.head_dim)) for n in ("q", "k", "v")
+            F.linear(x, layer[f"{n}_proj"]).view(*x.shape[:-1], -1, c.head_dim)
+            for n in ("q", "k", "v")
         )
         if c.qk_norm:
             q, k = rms_norm(q, layer["q_norm"], c.eps), rms_norm(k, layer["k_norm"], c.eps)

@@ -1,0 +1,204 @@
+"""``python -m deepinfer_speculative.train``: a draft for a dense target, from prompts alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from deepinfer.errors import DeepInferError
+from deepinfer.models.checkpoint import open_checkpoint
+from deepinfer.models.source import resolve
+
+from deepinfer_speculative.dspark.save import draft_config, save_draft
+from deepinfer_speculative.train.answers import AnswerPlan, Texts, read_prompts, write_answers
+from deepinfer_speculative.train.data import Pool
+from deepinfer_speculative.train.evaluate import fit, summary, walk
+from deepinfer_speculative.train.loop import TrainPlan, train
+from deepinfer_speculative.train.network import Network
+from deepinfer_speculative.train.target import Target
+
+Tell = Callable[[str], None]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--target", required=True, help="The model to draft for: demo, a path or a hub id.")
+@click.option(
+    "--prompts",
+    required=True,
+    type=click.Path(exists=True, path_type=Path),
+    help='A folder of *.jsonl files with lines {"turns": ["…"]}.',
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Where all goes.")
+@click.option("--steps", default=2000, help="Optimiser steps.")
+@click.option("--batch", default=64, help="Texts a step.")
+@click.option("--anchors", default=64, help="Blocks of each text a step.")
+@click.option("--lr", default=1e-3, help="Highest learning rate.")
+@click.option("--layers", default=2, help="Decoder layers of the draft.")
+@click.option("--block", default=5, help="Tokens of a block.")
+@click.option("--rank", default=64, help="Of the Markov head.")
+@click.option("--taps", default="", help="Target layers to read; none: spread evenly.")
+@click.option("--mask-token", required=True, type=int, help="An id that texts never have.")
+@click.option("--samples", default=3, help="Answers at temperature 1 to each prompt.")
+@click.option("--own", default=0, help="Prompts that the target writes itself.")
+@click.option("--max-tokens", default=384, help="Of an answer.")
+@click.option("--limit", default=0, help="Prompts of each file; 0 is all.")
+@click.option("--seed", default=0, help="Of everything.")
+@click.option("--device", default="cpu", help="cpu or cuda, of training and of the engine.")
+@click.option(
+    "--dtype",
+    default="float32",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Of the target and of activations.",
+)
+@click.option(
+    "--keep-states/--no-keep-states",
+    default=False,
+    help="Compute the target's states once and keep them in device memory.",
+)
+@click.option("--evaluate", default=200, help="Held-out texts of each kind to judge by.")
+@click.option("--shard-mb", default=12, help="Largest file of weights.")
+def main(**options: Any) -> None:
+    """Let the target answer, train a draft on the answers, judge it, write a checkpoint."""
+    try:
+        run(options, click.echo)
+    except DeepInferError as why:
+        raise click.ClickException(str(why)) from why
+
+
+def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """All stages; returns the training record, which lies beside the weights too."""
+    out: Path = options["out"]
+    out.mkdir(parents=True, exist_ok=True)
+    clock = _Clock()
+    texts = _texts(options, out, tell)
+    clock.stamp("answers")
+    device, dtype = torch.device(options["device"]), getattr(torch, options["dtype"])
+    checkpoint = open_checkpoint(resolve(options["target"]))
+    target = Target(checkpoint, device, dtype)
+    raw = draft_config(
+        {**checkpoint.config, "num_hidden_layers": target.config.layers},
+        layers=options["layers"],
+        block=options["block"],
+        taps=_taps(options["taps"], target.config.layers),
+        mask_token=options["mask_token"],
+        rank=options["rank"],
+        norms=target.config.qk_norm,
+    )
+    network = Network(raw, target.embed, target.norm, options["seed"])
+    learn = np.flatnonzero(~texts.held)
+    names = ("steps", "batch", "anchors", "lr", "seed")
+    plan = TrainPlan(**{name: options[name] for name in names})
+    pool = Pool(texts, learn, target, network.config.taps, options["keep_states"])
+    clock.stamp("states")
+    history = train(network, pool, target.head, plan, out / "state.pt", tell)
+    del pool
+    clock.stamp("training")
+    judged, temperatures = judge(network, texts, target, options["evaluate"])
+    clock.stamp("evaluation")
+    record = {
+        "target": options["target"],
+        "target_fingerprint": checkpoint.fingerprint(),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in options.items()
+                    if k not in ("prompts", "out")},
+        "texts": _counts(texts),
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "seconds": clock.seconds,
+        "torch": torch.__version__.split("+")[0],
+        "held_out": judged,
+        "history": history,
+    }  # fmt: skip
+    weights = {name: t.to(torch.bfloat16).cpu() for name, t in network.tensors().items()}
+    draft = out / "draft"
+    save_draft(draft, raw, weights, options["shard_mb"] << 20)
+    (draft / "calibration.json").write_text(json.dumps({"exact": temperatures}, indent=1) + "\n")
+    (draft / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    tell(json.dumps(judged, indent=1))
+    return record
+
+
+def judge(
+    network: Network, texts: Texts, target: Target, most: int
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Held-out texts, greedy and sampled: what stood, and temperatures for the confidences."""
+    judged: dict[str, Any] = {}
+    temperatures: dict[str, list[float]] = {}
+    for way, hot in (("greedy", False), ("sampled", True)):
+        which = _spread(texts, np.flatnonzero(texts.held & (texts.hot == hot)), most)
+        if not len(which):
+            continue
+        pool = Pool(texts, which, target, network.config.taps)
+        rounds = walk(network, pool, target.head, which, hot)
+        judged[way] = summary(rounds, texts.tasks)
+        if (rounds.possible == rounds.logits.shape[1]).sum() >= 2:
+            temperatures[way], judged[way]["calibration_error"] = fit(rounds)
+            judged[way]["temperatures"] = temperatures[way]
+    return judged, temperatures
+
+
+def _spread(texts: Texts, which: np.ndarray[Any, Any], most: int) -> np.ndarray[Any, Any]:
+    """At most so many, evenly from what there is, which stands task by task."""
+    if len(which) <= most:
+        return which
+    chosen = np.linspace(0, len(which) - 1, most).astype(np.int64)
+    return np.asarray(which[chosen])
+
+
+def _texts(options: dict[str, Any], out: Path, tell: Tell) -> Texts:
+    path = out / "answers.npz"
+    if path.is_file():
+        return Texts.read(path)
+    from deepinfer import LLM
+
+    names = ("samples", "own", "max_tokens", "limit", "seed")
+    plan = AnswerPlan(**{name: options[name] for name in names})
+    prompts = list(read_prompts(options["prompts"], plan.limit))
+    tell(f"{len(prompts)} prompts")
+    cuda = options["device"].startswith("cuda")
+    more = {"device": "cuda", "dtype": options["dtype"], "max_num_seqs": 512} if cuda else {}
+    with LLM(options["target"], max_model_len=1024, **more) as llm:
+        texts = write_answers(llm, prompts, plan)
+    texts.save(path)
+    tell(f"{len(texts)} texts, {len(texts.tokens)} tokens")
+    return texts
+
+
+def _taps(given: str, layers: int) -> tuple[int, ...]:
+    """As given, or five from the second layer to the third last, evenly."""
+    if given:
+        return tuple(int(part) for part in given.split(","))
+    low, high = min(1, layers - 2), max(layers - 3, 0)
+    spread = np.linspace(low, high, 5).round().astype(int)
+    return tuple(dict.fromkeys(spread.tolist()))
+
+
+def _counts(texts: Texts) -> dict[str, Any]:
+    return {
+        "texts": len(texts),
+        "tokens": len(texts.tokens),
+        "held_out": int(texts.held.sum()),
+        "by_task": {name: int((texts.task == i).sum()) for i, name in enumerate(texts.tasks)},
+    }
+
+
+class _Clock:
+    """Seconds of each stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stamp(self, name: str) -> None:
+        """A stage has ended."""
+        now = time.perf_counter()
+        self.seconds[name] = round(now - self._last, 1)
+        self._last = now
+
+
+if __name__ == "__main__":
+    main()
