@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from random_schemas import SCHEMAS, VALUES
 
-QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=40)
 POLICIES = st.sampled_from(["declared_only", "allow", "never"])
 
 
@@ -84,7 +84,7 @@ def mentions(schema, words):
     return any(f'"{word}"' in text for word in words)
 
 
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=30)
 @given(SCHEMAS, st.lists(st.recursive(VALUES, lambda v: st.lists(v, max_size=3) | st.dictionaries(
     st.sampled_from("abcde"), v, max_size=3), max_leaves=5), max_size=12))  # fmt: skip
 def test_values_are_judged_as_by_jsonschema(schema, values):

@@ -12,13 +12,11 @@ judged on: formats, and in loose mode what is not enforced, count as anything.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from .automata import ALL_STRINGS, ANY, complement, meet
+from .automata import ANY, complement, meet
 from .branches import (
     Branch,
     Claims,
@@ -31,7 +29,7 @@ from .branches import (
     silent,
     size,
 )  # fmt: skip
-from .errors import Unsupported, UnsupportedSchemaError
+from .errors import Unsupported
 from .formula import (
     FALSE,
     KINDS,
@@ -44,7 +42,6 @@ from .formula import (
     Asked,
     At,
     Cases,
-    Choice,
     Count,
     Formula,
     Is,
@@ -53,19 +50,17 @@ from .formula import (
     OneOf,
     Or,
     Rest,
-    Scalars,
     Seen,
     SeenItems,
     Some,
     Unique,
     Unknown,
-    Values,
     items_from,
 )  # fmt: skip
-from .keywords import UNIVERSES, Reader, constant, kind_of
-from .limits import SchemaOptions, limit, spend
-from .numbers import Numbers, numbers
+from .limits import SchemaOptions, spend
+from .nodes import Again, Nodes
 from .resolve import Place, Schemas, escaped
+from .scalars import Sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,171 +76,17 @@ class View:
         return View(self.kind, False, self.wide)
 
 
-class _Again(Exception):
-    """Whether a member can exist depends on what is being worked out."""
-
-
 class Algebra:
-    """The subschemas that a compilation has met, by number, and what they say.
+    """States, and what they come to.
 
-    Numbers stand for a subschema at a place and the dynamic scope it was reached in, for a
-    constant, or for a choice of literals.
+    Args:
+        blamed: the first member found that must be there and cannot, for the error if it comes.
     """
 
     def __init__(self, schemas: Schemas, options: SchemaOptions) -> None:
-        self.schemas, self.options = schemas, options
-        self.loose: dict[Unsupported, None] = {}
-        self._nodes: list[Any] = [None, True]
-        self._numbers: dict[Any, int] = {}
-        self._memo: dict[Any, Any] = {}
-        self._open: dict[Any, None] = {}
-        self._false: list[Place] = []
+        self.nodes = Nodes(schemas, options)
+        self.sets = Sets(self.nodes)
         self.blamed: Place | None = None
-
-    # Nodes.
-
-    def node(self, place: Place, scope: tuple[str, ...] = ()) -> int:
-        """The number of a subschema, reached from these resources."""
-        if place.schema is True or place.schema == {}:
-            return TRUE
-        if place.schema is False:
-            self._false.append(place)
-            return FALSE
-        if self.schemas.uses_dynamic and place.base not in scope:
-            scope = (*scope, place.base)
-        return self._number((place, scope), ("schema", place, scope))
-
-    def constant(self, value: Any, place: Place) -> int:
-        """The number of "equals this value"; the place is for errors."""
-        key = json.dumps(value, sort_keys=True)
-        return self._number(("constant", key), ("constant", value, place))
-
-    def either(self, literals: Iterable[int]) -> int:
-        """The number of "at least one of these"."""
-        parts = tuple(sorted({literal for literal in literals if literal != FALSE}))
-        if len(parts) < 2:
-            return parts[0] if parts else FALSE
-        return TRUE if TRUE in parts else self._number(("either", parts), ("either", parts, None))
-
-    def _number(self, key: Any, node: Any) -> int:
-        if key not in self._numbers:
-            self._numbers[key] = len(self._nodes)
-            self._nodes.append(node)
-            if len(self._nodes) > self.options.max_nodes:
-                raise limit(f"comes to over {self.options.max_nodes} subschemas", "a smaller one")
-        return self._numbers[key]
-
-    def place(self, literal: int) -> Place:
-        """Where a literal comes from."""
-        node = self._nodes[abs(literal)]
-        if isinstance(node, tuple) and node[0] == "either":
-            return self.place(node[1][0])
-        found = next((x for x in node if isinstance(x, Place)), None) if node is not True else None
-        return found or self.schemas.root
-
-    def formula(self, number: int, kind: str) -> Formula:
-        """What a subschema says about values of a type."""
-        key = ("formula", number, kind)
-        if key not in self._memo:
-            self._memo[key] = self._read(number, kind)
-        found: Formula = self._memo[key]
-        return found
-
-    def _read(self, number: int, kind: str) -> Formula:
-        if number == TRUE:
-            return YES
-        name, what, more = self._nodes[number]
-        if name == "either":
-            return Or(tuple(Is(literal) for literal in what))
-        if name == "schema":
-            return Reader(self, what, more, kind).read()
-        if kind in SCALARS:
-            same = kind_of(what) == kind
-            return Reader(self, more, (), kind).constants([what] if same else [])
-        return constant(what, kind, lambda value: self.constant(value, more))
-
-    def weaken(self, what: Unsupported) -> None:
-        """Take note of what is not enforced; refuse it unless that was asked for."""
-        if not self.options.loose:
-            raise UnsupportedSchemaError.of(what)
-        self.loose[what] = None
-
-    def _once(self, key: Any, literal: int, compute: Any) -> Any:
-        """Remember an answer; a question inside its own answer is a reference to itself.
-
-        Unless the question was whether a member can exist: then it stays open (``_Again``).
-        """
-        if key not in self._memo:
-            if key in self._open:
-                later = list(self._open)[list(self._open).index(key) :]
-                if any(other[0] == "empty" for other in later):
-                    raise _Again
-                what = "it leads back to itself without a step into a member"
-                raise self.place(literal).refuse("$ref", what, "a reference inside a member")
-            self._open[key] = None
-            try:
-                self._memo[key] = compute()
-            finally:
-                del self._open[key]
-        return self._memo[key]
-
-    # Scalars: sets.
-
-    def scalar(self, state: State, kind: str, wide: bool = False) -> Scalars:
-        """The scalars of a type that a state allows."""
-        out = _everything(kind)
-        for literal in sorted(state, key=abs):
-            out &= self._literal_set(literal, kind, wide)
-        return out
-
-    def _literal_set(self, literal: int, kind: str, wide: bool) -> Scalars:
-        def compute() -> Scalars:
-            return self._set(self.formula(abs(literal), kind), kind, literal > 0, wide)
-
-        return self._once(("set", literal, kind, wide), literal, compute)
-
-    def _set(self, formula: Formula, kind: str, sign: bool, wide: bool) -> Scalars:
-        """The set of a formula, or of its opposite."""
-        every = _everything(kind)
-        match formula:
-            case And(parts) | Or(parts):
-                sets = [self._set(part, kind, sign, wide) for part in parts]
-                if isinstance(formula, And) == sign:
-                    return _met(sets, every)
-                return _joined(sets, ~every)
-            case Not(part):
-                return self._set(part, kind, not sign, wide)
-            case Is(literal):
-                return self._literal_set(literal if sign else -literal, kind, wide)
-            case Rest(rest, _):
-                return self._set(rest, kind, sign, wide)
-            case Cases(test, then, other):
-                yes, no = (self._literal_set(t, kind, wide) for t in (test, -test))
-                then, other = (then, other) if sign else (-then, -other)
-                first, last = (self._literal_set(t, kind, wide) for t in (then, other))
-                return (yes & first) | (no & last)
-            case OneOf(literals):
-                return self._one_set(literals, kind, sign, wide)
-            case Values(values, narrowed):
-                if narrowed and (wide or not sign):
-                    return every if wide else ~every
-                return values if sign else ~values
-            case Unknown(what):
-                self.weaken(what)
-                return every
-        return every if sign else ~every
-
-    def _one_set(self, literals: Iterable[int], kind: str, sign: bool, wide: bool) -> Scalars:
-        """Exactly one, or its opposite, counting up: none so far, one, some, two or more."""
-        none = _everything(kind)
-        one = some = two = ~none
-        for literal in literals:
-            yes, no = (self._literal_set(t, kind, wide) for t in (literal, -literal))
-            one, two = (one & no) | (none & yes), two | (some & yes)
-            none, some = none & no, some | yes
-        return one if sign else none | two
-
-    # Arrays and objects: branches.
 
     def branches(self, state: State, kind: str, wide: bool = False) -> list[Branch]:
         """The ways in which an array or object can satisfy a state."""
@@ -256,10 +97,10 @@ class Algebra:
 
     def _literal_branches(self, literal: int, view: View) -> list[Branch]:
         def compute() -> list[Branch]:
-            found = self._dnf(self.formula(abs(literal), view.kind), literal > 0, view)
+            found = self._dnf(self.nodes.formula(abs(literal), view.kind), literal > 0, view)
             return found if literal > 0 else silent(found)
 
-        found: list[Branch] = self._once(("dnf", literal, view), literal, compute)
+        found: list[Branch] = self.nodes.once(("dnf", literal, view), literal, compute)
         return found
 
     def _dnf(self, formula: Formula, sign: bool, view: View) -> list[Branch]:
@@ -284,7 +125,7 @@ class Algebra:
             case Keys(literal):
                 return self._keys(literal, sign, view.wide)
             case Unknown(what):
-                self.weaken(what)
+                self.nodes.weaken(what)
                 return [()]
         return self._atom(formula, sign, view)
 
@@ -297,14 +138,14 @@ class Algebra:
         if isinstance(atom, Unique):
             instead = "the allOf, oneOf or not around it spelled out"
             what = Unsupported(atom.path, "uniqueItems", "its opposite is not enforced", instead)
-            self.weaken(what)
+            self.nodes.weaken(what)
             return [()]
         return self._dnf(negated(atom), True, view.plain())
 
     def _keys(self, literal: int, sign: bool, wide: bool) -> list[Branch]:
         """``propertyNames``: no key is outside of a set, or some key is."""
         signed = frozenset([literal if sign else -literal])
-        names = self.scalar(signed, "string", wide).language()
+        names = self.sets.of(signed, "string", wide).language()
         if sign:
             return [(All(complement(names), FALSE),)]
         return [] if names.empty else [(Some(names, TRUE),)]
@@ -394,7 +235,7 @@ class Algebra:
         if any(atom.below is None for atom in seen):
             return YES, SeenItems(None)
         start = max((atom.below or 0 for atom in seen), default=0)
-        either = self.either([literal, *(atom.literal for atom in seen)])
+        either = self.nodes.either([literal, *(atom.literal for atom in seen)])
         return items_from(start, either), SeenItems(None)
 
     def _all(self, parts: list[list[Branch]], kind: str) -> list[Branch]:
@@ -429,22 +270,22 @@ class Algebra:
         if FALSE in state or any(-literal in state for literal in state):
             return True
         key = ("empty", state)
-        if key in self._memo:
-            return bool(self._memo[key])
-        if key in self._open or sum(k[0] == "empty" for k in self._open) > 3:
+        if key in self.nodes.memo:
+            return bool(self.nodes.memo[key])
+        if key in self.nodes.open or sum(k[0] == "empty" for k in self.nodes.open) > 3:
             return False
-        self._open[key] = None
+        self.nodes.open[key] = None
         try:
-            self._memo[key] = all(self._none(state, kind) for kind in KINDS)
-        except _Again:
+            self.nodes.memo[key] = all(self._none(state, kind) for kind in KINDS)
+        except Again:
             return False
         finally:
-            del self._open[key]
-        return bool(self._memo[key])
+            del self.nodes.open[key]
+        return bool(self.nodes.memo[key])
 
     def _none(self, state: State, kind: str) -> bool:
         if kind in SCALARS:
-            return bool(self.scalar(state, kind, wide=True).empty)
+            return bool(self.sets.of(state, kind, wide=True).empty)
         return not self.branches(state, kind, wide=True)
 
     def _contradicts(self, branch: Branch, kind: str) -> bool:
@@ -490,25 +331,7 @@ class Algebra:
     def _blame(self, state: State, token: str) -> None:
         """Remember the first member that must be there and cannot: for the error, if it comes."""
         if self.blamed is None and state - {FALSE}:
-            self.blamed = self.place(min(state - {FALSE}, key=abs))
+            self.blamed = self.nodes.place(min(state - {FALSE}, key=abs))
         elif self.blamed is None:
-            fitting = (place for place in self._false if place.pointer.endswith(token))
+            fitting = (place for place in self.nodes.false if place.pointer.endswith(token))
             self.blamed = next(fitting, None)
-
-
-def _everything(kind: str) -> Scalars:
-    if kind == "number":
-        return Numbers(numbers())
-    return ALL_STRINGS if kind == "string" else Choice(UNIVERSES[kind], UNIVERSES[kind])
-
-
-def _met(sets: Iterable[Scalars], out: Scalars) -> Scalars:
-    for each in sets:
-        out &= each
-    return out
-
-
-def _joined(sets: Iterable[Scalars], out: Scalars) -> Scalars:
-    for each in sets:
-        out |= each
-    return out

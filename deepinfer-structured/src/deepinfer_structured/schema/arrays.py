@@ -159,13 +159,13 @@ class ArrayWriter:
             if len(found) > MAX_UNIQUE:
                 what = f"items have over {MAX_UNIQUE} possible values"
                 return self.refused(unique, what)
-        place = algebra.place(max(self.state, default=TRUE))
-        return [algebra.constant(value, place) for value in found.values()]
+        place = algebra.nodes.place(max(self.state, default=TRUE))
+        return [algebra.nodes.constant(value, place) for value in found.values()]
 
     def refused(self, unique: Unique, what: str) -> list[int] | None:
         """Refuse ``uniqueItems``, or take it as loose."""
         instead = f"an enum of at most {MAX_UNIQUE} scalars for the items"
-        self.builder.algebra.weaken(Unsupported(unique.path, "uniqueItems", what, instead))
+        self.builder.algebra.nodes.weaken(Unsupported(unique.path, "uniqueItems", what, instead))
         return None
 
     def constants(self, state: State) -> list[object] | None:
@@ -174,14 +174,14 @@ class ArrayWriter:
         if any(algebra.branches(state, kind) for kind in ("array", "object")):
             return None
         out: list[object] = [
-            *algebra.scalar(state, "null").values,
-            *sorted(algebra.scalar(state, "boolean").values),
+            *algebra.sets.of(state, "null").values,
+            *sorted(algebra.sets.of(state, "boolean").values),
         ]
-        texts = words_of(algebra.scalar(state, "number").language, MAX_UNIQUE)
+        texts = words_of(algebra.sets.of(state, "number").language, MAX_UNIQUE)
         if texts is None:
             return None
         out += [json.loads(text) for text in texts]
-        for part in algebra.scalar(state, "string").parts:
+        for part in algebra.sets.of(state, "string").parts:
             words = words_of(bounded(*part), MAX_UNIQUE)
             if words is None:
                 return None

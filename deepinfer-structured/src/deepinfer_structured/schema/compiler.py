@@ -67,12 +67,12 @@ class Builder:
         algebra, lines = self.algebra, list[Sequence_]()
         if algebra.empty(state):
             return []
-        lines += [("null",)] * (not algebra.scalar(state, SCALARS[0]).empty)
-        for value in algebra.scalar(state, "boolean").values:
+        lines += [("null",)] * (not algebra.sets.of(state, SCALARS[0]).empty)
+        for value in algebra.sets.of(state, "boolean").values:
             lines.append(("true" if value else "false",))
-        for language in spelled(algebra.scalar(state, "number").language, self.options):
+        for language in spelled(algebra.sets.of(state, "number").language, self.options):
             lines += self.rules.texts(language)
-        for part in algebra.scalar(state, "string").parts:
+        for part in algebra.sets.of(state, "string").parts:
             lines += self.rules.strings(*part)
         for branch in algebra.branches(state, "array"):
             lines.append(ArrayWriter(self, state, branch).write())
@@ -91,19 +91,19 @@ class Builder:
 
     def path(self, state: State) -> str:
         """Where a state comes from."""
-        return self.algebra.place(min(state, key=abs, default=TRUE)).path
+        return self.algebra.nodes.place(min(state, key=abs, default=TRUE)).path
 
     def order(self, state: State) -> dict[str, int]:
         """Ranks of the names that a state lists: own properties, then those of subschemas."""
         if state not in self._orders:
             names: dict[str, None] = {}
             for literal in sorted(state, key=abs):
-                self._collect(self.algebra.place(literal), names, set())
+                self._collect(self.algebra.nodes.place(literal), names, set())
             self._orders[state] = {name: rank for rank, name in enumerate(names)}
         return self._orders[state]
 
     def _collect(self, place: Place, names: dict[str, None], seen: set[Place]) -> None:
-        schema, schemas = place.schema, self.algebra.schemas
+        schema, schemas = place.schema, self.algebra.nodes.schemas
         if place in seen or not isinstance(schema, dict):
             return
         seen.add(place)
@@ -146,14 +146,14 @@ def compile_schema(schema: Any, options: SchemaOptions | None = None) -> Compile
 def _compiled(schema: Any, options: SchemaOptions) -> CompiledSchema:
     algebra = Algebra(Schemas(schema, options), options)
     builder = Builder(algebra, options)
-    root = builder.value(frozenset([algebra.node(algebra.schemas.root)]))
+    root = builder.value(frozenset([algebra.nodes.node(algebra.nodes.schemas.root)]))
     builder.run()
     done = builder.rules.productive()
     if root.key not in done:
         blamed = algebra.blamed
         path = blamed.path if blamed else _culprit(builder, root.key, done)
         raise UnsupportedSchemaError(path, "schema", "no value satisfies it", "one that can be met")
-    return CompiledSchema(written(builder.rules, root.key), tuple(algebra.loose))
+    return CompiledSchema(written(builder.rules, root.key), tuple(algebra.nodes.loose))
 
 
 def _culprit(builder: Builder, key: Key, done: set[Key]) -> str:

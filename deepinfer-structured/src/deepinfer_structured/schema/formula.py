@@ -2,7 +2,7 @@
 
 A *literal* is the number of a subschema, or minus it for "not this subschema". Atoms speak of the
 members of an array or object by literals only, so formulas are flat and recursion is no trouble.
-The atoms are closed under negation (``algebra.negated``): that is what makes ``not``, ``oneOf``
+The atoms are closed under negation (``branches.negated``): that is what makes ``not``, ``oneOf``
 and ``if`` exact.
 """
 

@@ -42,7 +42,7 @@ from .regex import regex
 from .resolve import Place, escaped
 
 if TYPE_CHECKING:
-    from .algebra import Algebra
+    from .nodes import Nodes
 
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 UNIVERSES = {"null": frozenset([None]), "boolean": frozenset([True, False])}
@@ -74,8 +74,8 @@ class Reader:
         scope: the resources entered on the way, for ``$dynamicRef``.
     """
 
-    def __init__(self, algebra: Algebra, place: Place, scope: tuple[str, ...], kind: str) -> None:
-        self.algebra, self.place, self.scope, self.kind = algebra, place, scope, kind
+    def __init__(self, nodes: Nodes, place: Place, scope: tuple[str, ...], kind: str) -> None:
+        self.nodes, self.place, self.scope, self.kind = nodes, place, scope, kind
 
     def read(self) -> Formula:
         """The formula of the whole subschema."""
@@ -98,14 +98,14 @@ class Reader:
         try:
             return handler(self, keyword, schema[keyword])
         except UnsupportedSchemaError as error:
-            if self.algebra.options.loose and keyword in REGULAR:
+            if self.nodes.options.loose and keyword in REGULAR:
                 return Unknown(error.unsupported)
             raise
 
     def child(self, token: str) -> int:
         """The literal of a subschema below."""
-        place = self.algebra.schemas.places[self.place.document, self.place.pointer + token]
-        return self.algebra.node(place, self.scope)
+        place = self.nodes.schemas.places[self.place.document, self.place.pointer + token]
+        return self.nodes.node(place, self.scope)
 
     def each(self, keyword: str) -> list[int]:
         """The literals of a list of subschemas."""
@@ -165,15 +165,15 @@ class Reader:
         if self.kind in UNIVERSES:
             return Values(Choice(frozenset(values), UNIVERSES[self.kind]))
         distinct = {json.dumps(value, sort_keys=True): value for value in values}.values()
-        return Or(tuple(Is(self.algebra.constant(value, self.place)) for value in distinct))
+        return Or(tuple(Is(self.nodes.constant(value, self.place)) for value in distinct))
 
     def reference(self, keyword: str, value: Any) -> Formula:
-        schemas = self.algebra.schemas
+        schemas = self.nodes.schemas
         if keyword == "$ref":
             target = schemas.find(self.place, keyword)
         else:
             target = schemas.dynamically(self.place, self.scope)
-        return Is(self.algebra.node(target, self.scope))
+        return Is(self.nodes.node(target, self.scope))
 
     def all_of(self, keyword: str, value: Any) -> Formula:
         return And(tuple(Is(literal) for literal in self.each(keyword)))
@@ -219,7 +219,7 @@ class Reader:
         return regex(value, True, f"{self.place.path}/{keyword}", keyword)
 
     def format(self, keyword: str, value: Any) -> Formula:
-        if self.algebra.options.formats == "annotate" or not isinstance(value, str):
+        if self.nodes.options.formats == "annotate" or not isinstance(value, str):
             return YES
         if value in FORMATS:
             machine = regex(FORMATS[value], False, self.place.path, keyword)

@@ -100,7 +100,7 @@ class ObjectWriter:
             path = f"{self.builder.path(self.state)}/minProperties"
             what = f"{self.low} keys that the schema does not list cannot be kept apart"
             instead = "the keys listed in properties, or minProperties of at most one more"
-            self.builder.algebra.weaken(Unsupported(path, "minProperties", what, instead))
+            self.builder.algebra.nodes.weaken(Unsupported(path, "minProperties", what, instead))
             self.low = sure
         if self.low <= len(self.needed):
             self.low = 0
