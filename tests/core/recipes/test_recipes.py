@@ -60,7 +60,7 @@ def test_classification_asks_under_its_labels():
     assert result.valid and result.value == {"label": "b"} and result.repairs == 0
     ((talk, params),) = llm.asked
     assert params.so_args.rule["properties"]["label"]["enum"] == ["a", "b"]
-    assert talk[-1]["content"] == "text" and params.temperature == 0.0 and params.max_tokens is None
+    assert "text" in talk[-1]["content"] and params.temperature == 0.0 and params.max_tokens is None
 
 
 def test_several_labels_come_in_their_own_order():
@@ -160,6 +160,29 @@ def test_entities_are_placed_in_the_order_of_the_text():
 def test_queries_are_checked_against_the_database(query, problem):
     found = SQLGeneration(ddl=DDL).check_query(query)
     assert (found == []) if problem is None else problem in found[0]
+
+
+@pytest.mark.parametrize("queries", ["subset", "any"])
+def test_the_examples_of_a_database_are_queries_that_it_knows(queries):
+    recipe = SQLGeneration(ddl=DDL, queries=queries)
+    (ask,) = recipe.parts("q")
+    said = [turn["content"] for turn in ask.messages if turn["role"] == "assistant"]
+    shown = said if queries == "subset" else [json.loads(text)["sql"] for text in said]
+    assert len(shown) >= 4 and all(recipe.check_query(query) == [] for query in shown)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "answer"),
+    [
+        (Classification(labels=("a", "b"), examples=(("t", {"label": "b"}),)), js(label="b")),
+        (NamedEntities(examples=(("Al", (("Al", "person"),)),)), "Al"),
+        (SQLGeneration(ddl=DDL, examples=(("t", "SELECT 1"),)), "SELECT 1"),
+    ],
+)
+def test_examples_stand_before_the_question(recipe, answer):
+    (ask,) = recipe.parts("the text")
+    assert [turn["role"] for turn in ask.messages] == ["system", "user", "assistant", "user"]
+    assert answer in ask.messages[2]["content"] and "the text" in ask.messages[3]["content"]
 
 
 def test_a_free_query_is_repaired():

@@ -33,6 +33,7 @@ class Classification(Options):
         fields: in place of ``labels``: a pydantic model, a dataclass, a JSON schema, or
             ``"support-ticket"``.
         instructions: what the classes mean, in your words.
+        examples: (text, answer) pairs that are shown to the model first.
         max_text: the longest free text among the fields, in characters.
     """
 
@@ -42,6 +43,7 @@ class Classification(Options):
     multiple: bool = False
     fields: Any = None
     instructions: str = ""
+    examples: tuple[tuple[str, Any], ...] = ()
     max_text: int = Field(default=200, ge=1)
 
     @field_validator("labels")
@@ -61,7 +63,9 @@ class Classification(Options):
 
     def parts(self, text: str) -> Sequence[Ask]:
         """One question."""
-        return [Ask(told(self._system(), text), json_answer(self._schema()), text)]
+        shown = [(self._question(asked), answer) for asked, answer in self.examples]
+        messages = told(self._system(), self._question(text), shown)
+        return [Ask(messages, json_answer(self._schema()), text)]
 
     def problems(self, ask: Ask, answer: Any) -> Sequence[str]:
         """What the type says that its grammar cannot."""
@@ -83,10 +87,16 @@ class Classification(Options):
         return _closed({"label": {"enum": list(self.labels)}})
 
     def _system(self) -> str:
-        what = "Fill in the fields" if self.fields is not None else "Classify the text"
-        classes = f" Labels: {', '.join(self.labels)}." if self.labels else ""
+        what = "fill in the fields of" if self.fields is not None else "classify"
         more = f" {self.instructions}" if self.instructions else ""
-        return f"{what} for the text that follows.{classes}{more} Answer in JSON."
+        return f"You {what} texts and answer in JSON.{more}"
+
+    def _question(self, text: str) -> str:
+        """The labels stand behind the text, where even a small model still sees them."""
+        if not self.labels:
+            return text
+        ask = "Which of these fit" if self.multiple else "Which of these fits best"
+        return f"Text: {text}\n\n{ask}: {', '.join(self.labels)}?"
 
 
 def _closed(properties: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,21 @@ from deepinfer.recipes.interface import Ask, Options, told
 from deepinfer.recipes.pieces import pieces
 
 _WORD: Final = re.compile(r"\S+")
+_EXAMPLES: Final = (
+    (
+        "Last spring Maria Lopez left Madrid. She works for Siemens in Berlin now.",
+        (
+            ("Maria Lopez", "person"),
+            ("Madrid", "location"),
+            ("Madrid", "place"),
+            ("Siemens", "organization"),
+            ("Berlin", "location"),
+            ("Berlin", "place"),
+        ),
+    ),
+    ("It took 40 minutes and 3 eggs.", ()),
+    ("Tom has 5 coins. Tom buys 2 more.", (("Tom", "person"),)),
+)
 _EDGES: Final = "\"'`.,;:!?()[]{}<>«»“”‘’„…-–—*_ \t\xa0"
 
 
@@ -29,6 +44,8 @@ class NamedEntities(Options):
     Args:
         types: of entities.
         instructions: what the types mean, in your words.
+        examples: (text, [(entity, type), …]) pairs that are shown to the model first; None shows
+            some of ours, as far as they know the types.
         max_words: the longest entity.
         chunk_words: the longest piece of a document that is asked about at once.
     """
@@ -37,13 +54,18 @@ class NamedEntities(Options):
 
     types: tuple[str, ...] = Field(default=("person", "organization", "location"), min_length=1)
     instructions: str = ""
+    examples: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] | None = None
     max_words: int = Field(default=4, ge=1, le=12)
     chunk_words: int = Field(default=120, ge=1, le=400)
 
     def parts(self, text: str) -> Sequence[Ask]:
         """A question for each piece."""
         return [
-            Ask(told(self._system(), piece), {"schema_type": "ebnf", "schema": rule}, piece)
+            Ask(
+                told(self._system(), piece, self._shown()),
+                {"schema_type": "ebnf", "schema": rule},
+                piece,
+            )
             for piece in pieces(text, self.chunk_words)
             for rule in [grammar(piece, self.types, self.max_words)]
         ]
@@ -58,6 +80,16 @@ class NamedEntities(Options):
             at = start + len(entity["text"])
             found.append({**entity, "start": start, "end": at})
         return found
+
+    def _shown(self) -> list[tuple[str, Any]]:
+        ours = [(text, [e for e in names if e[1] in self.types]) for text, names in _EXAMPLES]
+        given = ours if any(names for _, names in ours) else []
+        if self.examples is not None:
+            given = [(text, list(names)) for text, names in self.examples]
+        return [
+            (text, {"entities": [{"text": name, "type": kind} for name, kind in names]})
+            for text, names in given
+        ]
 
     def _system(self) -> str:
         more = f" {self.instructions}" if self.instructions else ""

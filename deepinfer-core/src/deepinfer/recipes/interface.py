@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -136,9 +137,15 @@ class Options(BaseModel):
         return None
 
 
-def told(system: str, user: str) -> tuple[Mapping[str, str], ...]:
-    """The messages of a question."""
-    return ({"role": "system", "content": system}, {"role": "user", "content": user})
+def told(
+    system: str, user: str, examples: Sequence[tuple[str, Any]] = ()
+) -> tuple[Mapping[str, str], ...]:
+    """The messages of a question; ``examples`` stand before it as turns that were answered."""
+    turns: list[Mapping[str, str]] = [{"role": "system", "content": system}]
+    for asked, answer in examples:
+        said = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    return (*turns, {"role": "user", "content": user})
 
 
 def json_answer(schema: Any) -> Mapping[str, Any]:

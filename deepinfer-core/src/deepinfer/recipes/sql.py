@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from deepinfer.errors import UnsupportedError
 from deepinfer.recipes.interface import Ask, Options, json_answer, told
-from deepinfer.recipes.sql_grammar import Database, grammar
+from deepinfer.recipes.sql_grammar import Database, examples_of, grammar
 
 _MOST_PROBLEMS = 3
 
@@ -28,6 +28,8 @@ class SQLGeneration(Options):
             grouping, ordering and limit, in which every query is valid. ``any`` leaves the query
             to the model and relies on the check and its repairs.
         instructions: what the columns mean, in your words.
+        examples: (question, query) pairs that are shown to the model first; None makes some of the
+            database's own names.
         max_text: the longest query (``any``) and text literal (``subset``), in characters.
     """
 
@@ -37,6 +39,7 @@ class SQLGeneration(Options):
     dialect: str = "sqlite"
     queries: Literal["subset", "any"] = "subset"
     instructions: str = ""
+    examples: tuple[tuple[str, str], ...] | None = None
     max_text: int = Field(default=400, ge=1)
 
     @field_validator("dialect")
@@ -63,7 +66,10 @@ class SQLGeneration(Options):
                     "additionalProperties": False,
                 }
             )
-        return [Ask(told(self._system(), text), so_args, text, is_json=self.queries == "any")]
+        shown = examples_of(database) if self.examples is None else list(self.examples)
+        is_json = self.queries == "any"
+        turns = [(asked, {"sql": query} if is_json else query) for asked, query in shown]
+        return [Ask(told(self._system(), text, turns), so_args, text, is_json)]
 
     def problems(self, ask: Ask, answer: Any) -> Sequence[str]:
         """What is wrong with a query; see :meth:`check_query`."""

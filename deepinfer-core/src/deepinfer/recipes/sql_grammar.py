@@ -85,6 +85,33 @@ def grammar(database: Database, longest_text: int) -> str:
     )
 
 
+def examples_of(database: Database) -> list[tuple[str, str]]:
+    """Questions with their queries, made of the database's own names."""
+    said, found = database.written, list[tuple[str, str]]()
+    for table, kinds in list(database.kinds.items())[:2]:
+        found.append(
+            (f"How many rows of {table} are there?", f"SELECT COUNT(*) FROM {said[table]}")
+        )
+        for column in [name for name, kind in kinds.items() if kind == "text"][:1]:
+            name = said[column]
+            found += [
+                (f"List every {column} of {table}.", f"SELECT {name} FROM {said[table]}"),
+                (
+                    f"Which {table} has the {column} X?",
+                    f"SELECT * FROM {said[table]} WHERE {name} = 'X'",
+                ),
+            ]
+        for column in [name for name, kind in kinds.items() if kind == "number"][-1:]:
+            query = f"SELECT MAX({said[column]}) FROM {said[table]}"
+            found.append((f"What is the highest {column} of {table}?", query))
+    for one, left, two, right in database.keys[:1]:
+        source = f"{said[one]} AS a JOIN {said[two]} AS b ON a.{said[left]} = b.{said[right]}"
+        asked = f"Count {one} for each {right} of {two}."
+        query = f"SELECT b.{said[right]}, COUNT(*) FROM {source} GROUP BY b.{said[right]}"
+        found.append((asked, query))
+    return found
+
+
 def _source_rules(q: str, source: str, columns: list[tuple[str, ColumnKind]]) -> list[str]:
     """Plain, aggregated and grouped queries over one FROM."""
     every = [name for name, _ in columns]
