@@ -23,12 +23,14 @@ from deepinfer_speculative.train.network import Network
 
 @dataclass(slots=True)
 class Rounds:
-    """n rounds: ``accepted`` int[n] of ``possible`` int[n] drafts, ``logits`` float32[n, γ] of the
+    """n rounds: ``accepted`` int[n] of ``possible`` int[n] drafts, ``emitted`` int[n] tokens (at a
+    text's end the token behind the drafts may be missing), ``logits`` float32[n, γ] of the
     confidence head, ``task`` int[n].
     """
 
     accepted: NDArray[np.int64]
     possible: NDArray[np.int64]
+    emitted: NDArray[np.int64]
     logits: NDArray[np.float32]
     task: NDArray[np.int64]
 
@@ -38,7 +40,7 @@ def walk(
     network: Network, pool: Pool, head: Tensor, which: NDArray[np.int64], hot: bool, seed: int = 0
 ) -> Rounds:
     """All rounds of these texts, which were sampled at T = 1 if ``hot``, else greedy."""
-    rows: list[tuple[int, int, NDArray[np.float32], int]] = []
+    rows: list[tuple[int, int, int, int, NDArray[np.float32]]] = []
     source = torch.Generator(device=head.device).manual_seed(seed)
     block = network.config.block
     for index in which:
@@ -47,11 +49,12 @@ def walk(
         while at < last:
             could = min(block, last - at)
             stood = min(int(stands[at]), could)
-            rows.append((stood, could, logits[at], int(pool.texts.task[index])))
+            emitted = min(stood + 1, last - at)
+            rows.append((stood, could, emitted, int(pool.texts.task[index]), logits[at]))
             at += stood + 1
     columns = tuple(zip(*rows, strict=True))
-    accepted, possible, tasks = (np.array(columns[i], np.int64) for i in (0, 1, 3))
-    return Rounds(accepted, possible, np.stack(columns[2]), tasks)
+    numbers = [np.array(columns[i], np.int64) for i in range(4)]
+    return Rounds(*numbers[:3], np.stack(columns[4]), numbers[3])
 
 
 def _text(
@@ -98,11 +101,11 @@ def _exponential(like: Tensor, source: torch.Generator) -> Tensor:
 
 
 def summary(rounds: Rounds, tasks: tuple[str, ...]) -> dict[str, Any]:
-    """Accepted length (drafts that stand and the token behind them) in all and by task; acceptance
-    of each position given those before it, over rounds that could have had it.
+    """Accepted length (tokens a round: drafts that stand and the one behind them) in all and by
+    task; acceptance of each position given those before it, over rounds that could have had it.
     """
     by_task = {
-        name: float((rounds.accepted[rounds.task == i] + 1).mean())
+        name: float(rounds.emitted[rounds.task == i].mean())
         for i, name in enumerate(tasks)
         if (rounds.task == i).any()
     }
@@ -112,7 +115,7 @@ def summary(rounds: Rounds, tasks: tuple[str, ...]) -> dict[str, Any]:
         positions.append(float((rounds.accepted[asked] > k).mean()) if asked.any() else None)
     return {
         "rounds": len(rounds.accepted),
-        "accepted_length": float((rounds.accepted + 1).mean()),
+        "accepted_length": float(rounds.emitted.mean()),
         "by_task": by_task,
         "acceptance_by_position": positions,
     }
