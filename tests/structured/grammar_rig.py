@@ -117,16 +117,43 @@ class _Shared:
         pass
 
 
+class AfterMark:
+    """Anything but an end until the mark has come, then the inner oracle's word."""
+
+    def __init__(self, inner, mark):
+        self.inner, self.mark, self.ids = inner, mark, ()
+
+    def _over(self):
+        return self.ids[-len(self.mark) :] == self.mark
+
+    def mask(self):
+        if self._over():
+            return self.inner.mask()
+        found = np.ones(len(self.inner.tokens), bool)
+        found[[i for i in self.inner.ends if i < len(found)]] = False
+        return found
+
+    def advance(self, token):
+        if self._over():
+            return self.inner.advance(token)
+        self.ids += (token,)
+        return token not in self.inner.ends
+
+    def done(self):
+        return self._over() and self.inner.done()
+
+
 def toy_oracle(request, size):
     pieces = ToyVocabulary(size)
     tokens = [b"", *(pieces.token_bytes(i) for i in range(1, size))]
-    return RegexOracle(request.structured.rule, tokens, ends_of(request))
+    inner = RegexOracle(request.structured.rule, tokens, ends_of(request))
+    return AfterMark(inner, request.reasoning_end) if request.reasoning_end else inner
 
 
 def pattern_grammars():
     """Three requests in four are constrained by a pattern."""
     specs = tuple(spec("regex", pattern) for pattern in PATTERNS)
-    return Grammars(specs, toy_backend, toy_oracle, 0.75)
+    return Grammars(specs, toy_backend, toy_oracle, 0.75, reasoning=0.2)
 
 
 def random_text(oracle, seed, most=40):

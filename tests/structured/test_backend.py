@@ -7,11 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
 from grammar_rig import ToyVocabulary, allowed, backend_for, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
 
 ENDS = frozenset({0})
 AMBIGUOUS = 'root ::= ([^a]{1,50} | [^b]{1,50} | "é"{2,50}){1,50}'  # xgrammar takes minutes
@@ -140,9 +139,8 @@ def test_foreign_grammars_are_refused_in_xgrammars_words(rule, word):
 
 
 def test_no_tokenizer_is_said_at_submission():
-    from grammar_rig import XGrammarBackend
-
     from deepinfer.api.grammar import GrammarContext
+    from grammar_rig import XGrammarBackend
 
     context = GrammarContext(tokenizer=None, vocab_size=10, cache_dir=None)
     with pytest.raises(InvalidRequestError, match="tokenizer"):

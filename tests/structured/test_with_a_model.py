@@ -8,7 +8,6 @@ import re
 
 import jsonschema
 import pytest
-
 from deepinfer import LLM, AsyncLLM, SamplingParams
 from deepinfer.errors import InvalidRequestError
 

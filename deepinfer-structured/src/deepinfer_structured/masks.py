@@ -40,6 +40,8 @@ class Masks:
 
     def fill(self, jobs: Sequence[MaskJob], rows: NDArray[np.int32]) -> list[int | Exception]:
         """As ``GrammarBackend.fill``."""
+        if not jobs:
+            return []
         start = time.perf_counter()
         if self._suspicious:
             answer = [self._timed(job, rows) for job in jobs]

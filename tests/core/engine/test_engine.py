@@ -238,6 +238,19 @@ def test_a_broken_matcher_fails_its_own_request(lab, method):
     assert isinstance(found["broken"][1].error, ZeroDivisionError)
 
 
+def test_a_broken_grammar_backend_fails_those_who_need_it(lab):
+    class Broken(ToyGrammarBackend):
+        def fill(self, jobs, rows):
+            raise ZeroDivisionError("planted")
+
+    engine = lab.engine(grammar_backend=Broken(17))
+    for name, structured in (("plain", None), ("one", 4), ("two", 5)):
+        engine.add(lab.request(name, structured=structured))
+    found = lab.run(engine)
+    assert found["plain"][1].finish == "length"
+    assert all(isinstance(found[n][1].error, ZeroDivisionError) for n in ("one", "two"))
+
+
 def test_statistics_and_observers(lab, caplog):
     class Watch:
         def __init__(self):

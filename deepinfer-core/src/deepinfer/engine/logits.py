@@ -164,13 +164,16 @@ class LogitsPipeline:
     def _fill(self, jobs: list[MaskJob], rows: NDArray[np.int32]) -> list[int | Exception]:
         """In one call of the backend; matchers that still wait for reasoning to end fill alone."""
         assert self._backend is not None
-        alone = [isinstance(job.grammar, AfterReasoning) for job in jobs]
-        if not any(alone):
-            return self._backend.fill(jobs, rows)
-        batch = iter(
-            self._backend.fill([j for j, a in zip(jobs, alone, strict=True) if not a], rows)
-        )
-        return [_alone(j, rows) if a else next(batch) for j, a in zip(jobs, alone, strict=True)]
+        together = [job for job in jobs if not isinstance(job.grammar, AfterReasoning)]
+        try:
+            filled = self._backend.fill(together, rows) if together else []
+        except Exception as why:  # its own bug: those who need it fail, the others do not
+            filled = [why] * len(together)
+        batch = iter(filled)
+        return [
+            _alone(job, rows) if isinstance(job.grammar, AfterReasoning) else next(batch)
+            for job in jobs
+        ]
 
 
 def _alone(job: MaskJob, rows: NDArray[np.int32]) -> int | Exception:

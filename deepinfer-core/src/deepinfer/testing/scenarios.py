@@ -38,13 +38,14 @@ class Grammars:
     """What constrained requests are given, and how the naive loop reads it.
 
     ``specs``: one is drawn for each; ``chance``: that a request is constrained; ``backend`` is made
-    for a vocabulary's size.
+    for a vocabulary's size; ``reasoning``: the chance that the rule begins behind a mark.
     """
 
     specs: Sequence[Any]
     backend: Callable[[int], GrammarBackend]
     oracle: Callable[[Request, int], Oracle]
     chance: float
+    reasoning: float = 0.0
 
 
 TOY = Grammars((4, 5), ToyGrammarBackend, toy_grammar, 0.2)
@@ -159,6 +160,9 @@ def _requests(
     params = _params(rng, script.vocab_size)
     row = to_row_params(params, length, EOS, script.vocab_size, TOKENIZER.encode)
     structured = rng.choice(grammars.specs) if rng.random() < grammars.chance else None
+    mark: tuple[int, ...] = ()
+    if structured is not None and grammars.reasoning and rng.random() < grammars.reasoning:
+        mark = tuple(rng.choices(TOKENIZER.whole[:4], k=rng.randint(1, 2)))
     priority, salt = rng.randint(0, 3), rng.choice(["", "", "", "other"])
     return [
         Request(
@@ -173,6 +177,7 @@ def _requests(
             arrival=float(name[1:]),
             cache_salt=salt,
             structured=structured,
+            reasoning_end=mark,
         )
         for i in range(params.n)
     ]
