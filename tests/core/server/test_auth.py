@@ -25,6 +25,8 @@ ALL = [
     ("POST", "/v1/responses"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/v1/recipes"),
+    ("POST", "/v1/recipes"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("POST", "/abort_requests"),

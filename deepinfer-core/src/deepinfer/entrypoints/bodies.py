@@ -19,7 +19,7 @@ _SAME: Final = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "stop", "stop_token_ids", "seed", "seq_seed", "ignore_eos", "min_tokens",
     "max_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output",
-    "skip_special_tokens", "so_args", "prompt_logprobs",
+    "skip_special_tokens", "so_args", "structured_outputs", "prompt_logprobs",
 )  # fmt: skip
 _OURS: Final = ("model", "max_completion_tokens", "logit_bias", "logprobs", "response_format")
 _CHAT: Final = (

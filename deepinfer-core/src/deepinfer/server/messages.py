@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SAME: Final = ("max_tokens", "temperature", "top_p", "top_k")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING: Final[dict[str | None, bool]] = {"enabled": True, "disabled": False}
-_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Messages:
@@ -185,8 +185,9 @@ class MessagesWriter:
             if out.finish_reason is not None:
                 stop = out.stop_reason
                 self._sequence = stop if isinstance(stop, str) else None
-                known = "stop_sequence" if self._sequence is not None else "end_turn"
-                self._reason = _REASONS.get(out.finish_reason, known)
+                self._reason = _REASONS.get(out.finish_reason, out.finish_reason)
+                if self._sequence is not None:
+                    self._reason = "stop_sequence"
         return events
 
     def end(self) -> list[str]:

@@ -128,6 +128,7 @@ class Sampling(Body):
     allowed_token_ids: list[Token] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None

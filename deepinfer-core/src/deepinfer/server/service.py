@@ -134,6 +134,7 @@ class Service:
         gauges: Mapping[str, Callable[[], float]] = {
             "http_requests_inside": lambda: self.limits.inside,
             "ready": lambda: self.readiness().ready,
+            "tasks": _tasks,
         }
         self.metrics.watch(llm.assembly, gauges)
         self.phase = "serving"
@@ -274,6 +275,14 @@ class Service:
             for prepared in self.running[name].prepared:
                 await self.llm.abort(prepared.request_id)
         return found
+
+
+def _tasks() -> float:
+    """Tasks of the event loop that asks; NaN where none does."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return float("nan")
 
 
 async def _numbered(
