@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from deepinfer.api.speculative import DraftsLanded, DraftView
 
 Floats = NDArray[np.float64]
-DECAY: Final = 0.98
-"""What a step leaves of the weight of those before it."""
+DECAY: Final = 0.995
+"""What a block leaves of the weight of those before it: a memory of some 200 blocks."""
 DOUBT: Final = 2.0
 """Weight of the belief that confidences are right, in verified drafts."""
 
@@ -64,6 +64,7 @@ class Outlook:
         """The newest block of each request is the one whose drafts this step ran."""
         position = np.arange(self.gamma)
         stood, said = np.zeros(self.gamma), np.zeros(self.gamma)
+        seen = self.seen
         for i in np.flatnonzero(verified > 0).tolist():
             blocks = self._blocks.get(landed.generations[i])
             count = int(landed.out.counts[i])
@@ -74,11 +75,12 @@ class Outlook:
             said += np.where(ran, blocks[-1], 0.0)
             self.seen += 1
         if said.any():
-            self._stood = DOUBT + DECAY * (self._stood - DOUBT) + stood
-            self._said = DOUBT + DECAY * (self._said - DOUBT) + said
-            rate = np.where(said > 0, self._stood / self._said, 0.0)
-            share = said / max(float((verified > 0).sum()), 1.0)
-            self._mean += np.where(said > 0, 0.05 * (np.minimum(rate * share, 1.0) - self._mean), 0)
+            blocks_seen = self.seen - seen
+            left = DECAY**blocks_seen
+            self._stood = DOUBT + left * (self._stood - DOUBT) + stood
+            self._said = DOUBT + left * (self._said - DOUBT) + said
+            usual = np.minimum(self.factor * said / blocks_seen, 1.0)
+            self._mean += np.where(said > 0, (1 - left) * (usual - self._mean), 0.0)
 
     @property
     def factor(self) -> Floats:

@@ -1,4 +1,6 @@
-"""``deepinfer verify determinism``: rerun a workload under many conditions, compare bits."""
+"""``deepinfer verify``: ``determinism`` reruns a workload under many conditions and compares bits;
+``speculation`` with and without drafts.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +56,42 @@ def determinism(
     if as_json:
         click.echo(json.dumps(lines))
     return 0 if all(line["ok"] for line in lines) else 1
+
+
+@verify.command()
+@click.option("-m", "--model", default="demo", show_default=True)
+@click.option("--tokenizer")
+@click.option("--speculative", default="ngram", show_default=True, help="What to draft with.")
+@click.option("--backend")
+@click.option("--device", type=click.Choice(["cpu", "cuda", "npu"]))
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto")
+@click.option("--quantization", type=click.Choice(["int8"]))
+@click.option("--threads", "num_threads", type=int)
+@click.option("--batch-invariant/--no-batch-invariant", default=True, show_default=True)
+@click.option("--tokens", type=click.IntRange(1), default=48, show_default=True, help="A request.")
+@click.option("--json", "as_json", is_flag=True)
+def speculation(tokens: int, as_json: bool, **engine: Any) -> int:
+    """Run a workload without drafts and with them, in static, cap and adaptive; compare ids.
+
+    Says what of the drafts stood, by position, how well confidences fit, and what it saved or
+    cost. Leaves with 0 if all ids are equal, else 1.
+    """
+    from dataclasses import asdict
+
+    from deepinfer.config import EngineConfig
+    from deepinfer.testing.speculation import verify as check
+
+    config = EngineConfig.make(**{k: v for k, v in engine.items() if v is not None})
+    fetch_demo(config.model)
+    with doing("loading the model") as tell:
+        reports = check(config, tokens, tell=tell)
+    if as_json:
+        lines = [{**asdict(r), "ok": r.ok, "accepted_length": r.accepted_length} for r in reports]
+        click.echo(json.dumps(lines))
+    else:
+        for report in reports:
+            click.secho("\n".join(report.lines()), fg="green" if report.ok else "red")
+    return 0 if all(report.ok for report in reports) else 1
 
 
 def _verify(config: Any, quiet: bool) -> list[dict[str, Any]]:

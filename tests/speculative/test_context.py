@@ -1,0 +1,88 @@
+"""KV of a drafter in the target's pages: what it wrote of a text is what it finds again.
+
+``ContextKeeper`` writes tapped rows into four layers of its own and reads, before each proposal,
+all rows of the text back through the page table. Row p must be the same for every text that begins
+with the same p + 1 tokens: cold, after chunks, hits, partial acceptance and preemption.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from bench_rig import TRUTH, Bench, ContextKeeper, requests_of
+from deepinfer.api.kv import KVGroup, KVSpec
+from deepinfer.api.speculative import DraftNeeds
+from deepinfer.errors import PluginError
+from deepinfer.testing.tiny import write_tiny_checkpoint
+from deepinfer.worker.drafting import DraftPools, with_drafts
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    "dtype, backend", [("float32", "cpu"), ("bfloat16", "cpu"), ("float32", "reference")]
+)
+def test_context_rows_survive_everything(tiny, dtype, backend):
+    ContextKeeper.seen, ContextKeeper.reads = {}, 0
+    preempted = cached = 0
+    for number in range(6 if backend == "cpu" else 3):
+        requests = requests_of(number)
+        with Bench(tiny, dtype=dtype, reference=backend == "reference") as plain:
+            right = plain.run(requests)
+        TRUTH.clear()
+        for r in requests:
+            signed = (r.seed ^ (1 << 63)) - (1 << 63) if r.seed >> 63 else r.seed
+            TRUTH[signed] = [*r.token_ids, *right[r.id][0]]
+        longest = max(-(-r.limit // 16) for r in requests)
+        with Bench(
+            tiny,
+            drafter="ContextKeeper",
+            seed=number,
+            pages=longest + number % 3,
+            max_num_batched_tokens=9 + number,
+            dtype=dtype,
+            reference=backend == "reference",
+        ) as keeper:
+            for turn in range(2):  # the second time prefixes are found
+                again = [dataclasses.replace(r, id=f"{r.id} {turn}") for r in requests]
+                got = keeper.run(again, arrivals=number)
+                for r in requests:
+                    assert got[f"{r.id} {turn}"][:3] == right[r.id][:3]
+                preempted += sum(m.preemptions for *_, m in got.values())
+                cached += sum(m.cached_tokens for *_, m in got.values())
+    assert preempted and cached
+    assert ContextKeeper.reads > 5 * len(ContextKeeper.seen) > 0
+
+
+def test_memory_counts_the_drafters_layers(tiny):
+    with Bench(tiny) as plain, Bench(tiny, drafter="ContextKeeper") as keeper:
+        mine, more = plain.facts, keeper.facts
+        extra = 2 * 2 * 64 * 4
+        assert more.kv.bytes_per_token == mine.kv.bytes_per_token + extra
+        assert more.kv.layout == f"{mine.kv.layout}+test-context"
+        assert more.kv.groups[-1].layers == (3, 4)
+        assert more.num_pages < mine.num_pages
+        assert keeper.executor.call("memory")[0]["kv"] <= 64 << 20
+
+
+def test_groups_of_one_name_are_refused():
+    group = KVGroup(name="full", kind="full", layers=(0,), head_dim=2, bytes_per_token=16)
+    spec = KVSpec((group,), "x")
+    with pytest.raises(PluginError, match="'full'"):
+        with_drafts(spec, DraftNeeds(draft_len=1, kv=spec))
+    assert with_drafts(spec, DraftNeeds(draft_len=1)) is spec
+
+
+def test_a_drafter_sees_its_layers_by_its_own_numbers():
+    class Pool:
+        def layer(self, index):
+            return index, torch.zeros(1)
+
+        def tensor(self, group, layer):
+            return group, layer
+
+    pools = DraftPools(Pool(), 7)
+    assert pools.layer(1)[0] == 8 and pools.tensor("state", 0) == ("state", 7)

@@ -1,0 +1,257 @@
+"""The planner alone: modes, limits, when it stops drafting and tries again, what it reads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deepinfer.api.plan import StepOutput
+from deepinfer.api.speculative import DraftFacts, DraftsLanded, PlannerContext
+from deepinfer.errors import ConfigError
+from deepinfer_speculative.outlook import Outlook
+from deepinfer_speculative.pace import Pace
+from deepinfer_speculative.planner import FIRST_WAIT, TRIAL, Planner
+
+GAMMA = 4
+
+
+@dataclass
+class View:
+    generation: int
+    most_drafts: int = 100
+    rows_ahead: int = 1
+
+
+@dataclass
+class Device:
+    """Steps of ``base`` seconds and ``row`` a row, ``draft`` more where they draft."""
+
+    base: float = 0.01
+    row: float = 0.0
+    draft: float = 0.0
+
+    def __call__(self, shapes):
+        return [self.took(s.requests + s.drafts, s.propose) for s in shapes]
+
+    def took(self, rows, propose):
+        return self.base + self.row * rows + self.draft * propose
+
+
+def context(tmp_path, device, mode="adaptive", acceptance="exact", **options):
+    return PlannerContext(
+        method="test",
+        mode=mode,
+        acceptance=acceptance,
+        draft_len=GAMMA,
+        options=options,
+        max_num_seqs=64,
+        max_tokens=512,
+        identity=repr(device),
+        cache_dir=Path(tmp_path),
+        measure=device,
+    )
+
+
+class Engine:
+    """Requests that decode for ever; drafts stand with probability ``stand`` each."""
+
+    def __init__(self, planner, device, requests=4, stand=0.8, sure=None):
+        self.planner, self.device, self.stand, self.sure = planner, device, stand, sure
+        self.views = [View(i + 1) for i in range(requests)]
+        self.rng = np.random.default_rng(0)
+        self.now, self.step, self.drafts, self.tokens = 0.0, 0, False, 0
+        self.choices = []
+
+    def run(self, steps):
+        for _ in range(steps):
+            self.step += 1
+            choice = self.planner.choose(
+                DraftFacts(
+                    step=self.step, now=self.now, decoding=self.views, prefill_tokens=0,
+                    emitting=0, room=512,
+                )
+            )  # fmt: skip
+            self.choices.append(choice)
+            self.land(choice)
+        return self
+
+    def land(self, choice):
+        n = len(self.views)
+        ran = np.zeros(n, np.int32)
+        if self.drafts:
+            share = np.arange(n) < choice.rows % n if n else 0
+            ran = np.minimum(choice.rows // n + share, GAMMA).astype(np.int32)
+        kept = np.minimum(ran, choice.keep // n if choice.keep >= 0 else GAMMA)
+        luck = self.rng.random((n, GAMMA)) < self.stand
+        stood = np.minimum(np.cumprod(luck, axis=1).sum(1), kept)
+        self.now += self.device.took(n + choice.rows, choice.propose)
+        self.tokens += n + int(stood.sum())
+        self.drafts = choice.propose
+        confidence = np.full((n, GAMMA), self.sure, np.float32) if self.sure else None
+        out = StepOutput(
+            step=self.step,
+            tokens=np.zeros((n, 1 + GAMMA), np.int32),
+            counts=(1 + stood).astype(np.int32),
+            drafts=np.zeros((n, GAMMA), np.int32),
+            confidence=confidence,
+            drafted=np.full(n, GAMMA if choice.propose else 0, np.int32),
+            verified=ran,
+        )
+        generations = [v.generation for v in self.views]
+        self.planner.observe(
+            DraftsLanded(out=out, generations=generations, decodes=n, now=self.now)
+        )
+
+    @property
+    def rate(self):
+        return self.tokens / self.now
+
+
+def facts(views, **more):
+    given = {"step": 1, "now": 0.0, "prefill_tokens": 0, "emitting": 0, "room": 512, **more}
+    return DraftFacts(decoding=views, **given)
+
+
+def test_static_verifies_everything_there_is_room_for(tmp_path):
+    planner = Planner(context(tmp_path, Device(), "static"))
+    views = [View(1, 100), View(2, 2), View(3, 0)]
+    assert planner.choose(facts(views)) == (GAMMA + 2, -1, True)
+    assert planner.choose(facts(views, room=3)).rows == 3
+    assert not list(Path(tmp_path).iterdir()), "it measures nothing"
+
+
+def test_cap_verifies_everything_and_keeps_what_adaptive_would(tmp_path):
+    device = Device(base=0.001, row=0.01)
+    engine = Engine(Planner(context(tmp_path, device, "cap")), device, stand=0.5).run(60)
+    last = engine.choices[-1]
+    assert last.rows == 4 * GAMMA and 0 <= last.keep < 4 * GAMMA and last.propose
+
+
+def test_where_rows_cost_nothing_all_are_verified(tmp_path):
+    device = Device(base=0.01)
+    engine = Engine(Planner(context(tmp_path, device)), device).run(80)
+    assert all(c.rows == 4 * GAMMA and c.propose for c in engine.choices[2:])
+
+
+def test_where_drafting_does_not_pay_it_stops_and_tries_again_ever_more_rarely(tmp_path):
+    device = Device(base=0.0, row=0.01, draft=0.02)
+    engine = Engine(Planner(context(tmp_path, device)), device, stand=0.1).run(3000)
+    proposing = np.array([c.propose for c in engine.choices])
+    assert proposing[:TRIAL].all()
+    starts = np.flatnonzero(np.diff(proposing.astype(int)) == 1) + 1
+    assert len(starts) >= 4, "it tries again"
+    assert starts[0] > FIRST_WAIT / 2
+    assert (np.diff(starts)[1:] > 1.5 * np.diff(starts)[:-1]).all(), "less and less often"
+    assert engine.rate > 0.98 * 4 / device.took(4, False), "never slower than off by 2 %"
+
+
+@pytest.mark.parametrize("stand", [0.05, 0.4, 0.9])
+@pytest.mark.parametrize("requests", [1, 4, 16, 64])
+@pytest.mark.parametrize("row", [0.0001, 0.001, 0.004])
+def test_adaptive_is_about_the_best_of_off_and_all_fixed_lengths(tmp_path, stand, requests, row):
+    device = Device(base=0.01, row=row, draft=0.002)
+    engine = Engine(Planner(context(tmp_path, device)), device, requests, stand).run(800)
+    fixed = [requests / device.took(requests, False)]
+    for length in range(1, GAMMA + 1):
+        tokens = requests * (1 + sum(stand**j for j in range(1, length + 1)))
+        fixed.append(tokens / device.took(requests * (1 + length), True))
+    assert engine.rate > 0.96 * max(fixed)
+    assert engine.rate > 0.98 * fixed[0]
+
+
+def test_another_load_makes_it_try_at_once(tmp_path):
+    device = Device(base=0.01, row=0.003, draft=0.001)
+    planner = Planner(context(tmp_path, device))
+    engine = Engine(planner, device, requests=64, stand=0.7).run(400)
+    assert not engine.choices[-1].propose
+    engine.views = engine.views[:1]
+    engine.run(3)
+    assert engine.choices[-1].propose
+
+
+def test_limits_of_requests_are_kept(tmp_path):
+    device = Device(base=0.01)
+    planner = Planner(context(tmp_path, device))
+    views = [View(1, 0), View(2, 1), View(3, 9)]
+    assert planner.choose(facts(views)).rows == GAMMA + 1
+    assert planner.choose(facts([])).rows == 0
+
+
+def test_crude_confidences_are_corrected_by_what_stands(tmp_path):
+    device = Device(base=0.01)
+    planner = Planner(context(tmp_path, device))
+    Engine(planner, device, stand=0.3, sure=0.95).run(300)
+    survival = planner._outlook.survival([View(1)])[0]
+    assert survival.tolist() == pytest.approx([0.3, 0.09, 0.027, 0.0081], abs=0.08), (
+        "said 0.95 each, stood 0.3 each"
+    )
+    assert (np.diff(survival) <= 0).all()
+
+
+def landed(step, generations, confidence):
+    n = len(generations)
+    return DraftsLanded(
+        out=StepOutput(
+            step=step,
+            tokens=np.zeros((n, 1 + GAMMA), np.int32),
+            counts=np.ones(n, np.int32),
+            drafts=np.zeros((n, GAMMA), np.int32),
+            confidence=np.array(confidence, np.float32),
+        ),
+        generations=generations,
+        decodes=n,
+        now=0.0,
+    )
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_ratio_rule_never_looks_at_the_block_that_will_be_verified(exact):
+    outlook = Outlook(GAMMA, exact)
+    outlook.observe(landed(1, [7], [[0.9] * GAMMA]))
+    outlook.observe(landed(2, [7], [[0.1] * GAMMA]))
+    newest = outlook.survival([View(7, rows_ahead=1)])[0][0]
+    assert newest == pytest.approx(0.1, abs=1e-6), "what is ahead has drafted anew meanwhile"
+    live = outlook.survival([View(7, rows_ahead=0)])[0][0]
+    assert live == pytest.approx(0.1 if exact else 0.9, abs=1e-6)
+
+
+def test_a_request_of_another_generation_counts_as_certain():
+    outlook = Outlook(GAMMA, True)
+    outlook.observe(landed(1, [7], [[0.2] * GAMMA]))
+    assert outlook.survival([View(8)])[0].tolist() == [1.0] * GAMMA
+    outlook.forget([View(8)])
+    for number in range(200):
+        outlook.observe(landed(2, [100 + number], [[0.2] * GAMMA]))
+    outlook.forget([View(8)])
+    assert not outlook._blocks, "what has gone is forgotten"
+
+
+def test_time_is_compared_with_the_table():
+    pace = Pace()
+    for step in range(1, 60):
+        pace.expect(step, 0.03 * step, 0.01, True)
+        pace.landed(step, 0.03 * (step + 1))
+    assert pace.ratio[True] == pytest.approx(3.0, rel=0.05)
+    assert pace.ratio[False] == pytest.approx(pace.ratio[True], rel=0.05), "until it is seen"
+    pace.landed(999, 5.0)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"min_gain": -1}, "min_gain=-1"),
+        ({"min_gain": "x"}, "min_gain='x'"),
+        ({"walk": "up"}, "walk='up'"),
+        ({"costs": 3}, "costs=3"),
+        ({"profile_seconds": float("nan")}, "profile_seconds"),
+    ],
+)
+def test_odd_options_are_refused_by_name(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        Planner(context(tmp_path, Device(), **options))
+
+
+def test_without_a_table_nothing_is_trimmed_and_it_says_so(tmp_path, caplog):
+    planner = Planner(context(tmp_path, Device(row=1.0), profile_seconds=0))
+    assert "no cost table" in caplog.text
+    assert planner.choose(facts([View(1)])).rows == GAMMA
