@@ -19,7 +19,7 @@ WRONG = [
     (GENERATE, {"prompt": "abc", "temperature": "1"}, "temperature"),
     (GENERATE, {"prompt": "abc", "seed": 1, "seq_seed": 2}, None),
     (GENERATE, {"prompt": "abc", "max_tokens": 0}, "max_tokens"),
-    (GENERATE, {"prompt": [1, 99]}, "prompt_token_ids"),
+    (GENERATE, {"prompt": [1, 99]}, "prompt"),
     (GENERATE, {"prompt": [-1]}, "prompt[0]"),
     (
         GENERATE,
@@ -40,7 +40,7 @@ WRONG = [
         },
         "structured_output",
     ),
-    (GENERATE, {"prompt": "a" * 500}, "max_model_len"),
+    (GENERATE, {"prompt": "a" * 500}, "prompt"),
     (TEXT, {"prompt": []}, "prompt"),
     (TEXT, {"prompt": ["abc", ""]}, "prompt[1]"),
     (TEXT, {"prompt": "abc", "echo": True}, "echo"),
@@ -114,7 +114,7 @@ WRONG = [
         {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
         "input[0].content[0]",
     ),
-    (RESPONSES, {"input": "abc", "reasoning": {"effort": "high"}}, "reasoning_effort"),
+    (RESPONSES, {"input": "abc", "reasoning": {"effort": "high"}}, "reasoning.effort"),
     (MESSAGES, {"messages": USER}, "max_tokens"),
     (MESSAGES, {"messages": [{"role": "system", "content": "x"}], "max_tokens": 3}, "messages[0]"),
     (
@@ -131,7 +131,7 @@ WRONG = [
     (
         MESSAGES,
         {"messages": USER, "max_tokens": 3, "thinking": {"type": "enabled"}},
-        "enable_thinking",
+        "thinking.type",
     ),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "abc", "messages": USER}, "prompt"),
@@ -153,6 +153,32 @@ def test_a_wrong_field_is_named(toy_shared, path, body, param):
     assert error["type"] == "invalid_request_error"
     assert (answer.json.get("type") == "error") is path.startswith(MESSAGES)
     toy_shared.wait_idle()
+
+
+FIELDS = [
+    ("/properties/a", {"structured_output": {}}, "structured_output.schema/properties/a"),
+    ("/", {"so_args": {}}, "so_args.schema"),
+    ("/a", {"response_format": {}}, "response_format.json_schema.schema/a"),
+    ("/a", {"text": {"format": {}, "x": 1}}, "so_args.schema/a"),
+    ("/a", {"text": {"format": {"type": "json_schema"}}}, "text.format.schema/a"),
+    ("so_args", {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ("so_args.schema", {"structured_outputs": {"json": {}}}, "structured_outputs.json"),
+    ("max_tokens", {"max_output_tokens": 3}, "max_output_tokens"),
+    ("max_model_len", {"messages": []}, "messages"),
+    ("messages[1].content", {"messages": [{}]}, "messages[1].content"),
+    ("messages[1]", {"messages": [{}], "system": "x"}, "messages"),
+    ("messages[1]", {"messages": [{"content": [{"type": "tool_result"}]}]}, "messages"),
+    ("messages[0]", {"input": "x"}, "input"),
+    ("temperature", {}, "temperature"),
+    (None, {}, None),
+]
+
+
+@pytest.mark.parametrize("setting, body, path", FIELDS, ids=str)
+def test_the_librarys_names_become_the_clients(setting, body, path):
+    from deepinfer.server.fields import client_path
+
+    assert client_path(setting, body) == path
 
 
 @pytest.mark.parametrize("path", [GENERATE, TEXT, CHAT, RESPONSES])

@@ -20,13 +20,14 @@ SCHEMA = {
 }
 RUSSIAN = "Обращение: не приходит код из СМС, заказ 48213. Ответ в JSON: "
 TALK = [{"role": "user", "content": RUSSIAN}]
+VLLM = {"json": SCHEMA}
 RULE = {"schema_type": "json", "schema": SCHEMA}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "ticket", "schema": SCHEMA}}
 FLAT = {"format": {"type": "json_schema", "name": "ticket", "schema": SCHEMA}}
 WORDS = {
     "published": ("/v1/generate", {"prompt": RUSSIAN, "structured_output": RULE}),
     "so_args": ("/v1/completions", {"prompt": RUSSIAN, "so_args": RULE, "max_tokens": 200}),
-    "vllm": ("/v1/completions", {"prompt": RUSSIAN, "structured_outputs": {"json": SCHEMA}, "max_tokens": 200}),
+    "vllm": ("/v1/completions", {"prompt": RUSSIAN, "structured_outputs": VLLM, "max_tokens": 200}),
     "openai": ("/v1/chat/completions", {"messages": TALK, "response_format": FORMAT}),
     "responses": ("/v1/responses", {"input": RUSSIAN, "text": FLAT}),
 }  # fmt: skip

@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from deepinfer.entrypoints.json_text import as_json
 from deepinfer.errors import DeepInferError, InvalidRequestError
-from deepinfer.server.errors import Refusal, client_gone, error_response
+from deepinfer.server.errors import Refusal, client_gone, error_response, status_of
+from deepinfer.server.fields import client_path
 from deepinfer.server.service import Asked, Run, Service, last_of
 
 if TYPE_CHECKING:
@@ -86,10 +87,22 @@ async def answer(request: Request, service: Service, dialect: Dialect) -> Respon
 
 
 async def _work(request: Request, service: Service, dialect: Dialect, raw: bytes) -> Response:
+    body = await service.in_thread(lambda: body_of(raw))
+    try:
+        return await _run(request, service, dialect, body)
+    except DeepInferError as why:
+        placed = _placed(why, body)
+        if placed is why:
+            raise
+        raise placed from why
+
+
+async def _run(
+    request: Request, service: Service, dialect: Dialect, body: dict[str, Any]
+) -> Response:
     run_id = f"{dialect.prefix}{uuid.uuid4().hex}"
 
     def opened() -> tuple[Run, Writer]:
-        body = body_of(raw)
         run = service.open(run_id, dialect.asked(body, service))
         return run, dialect.writer(run, body, service)
 
@@ -106,6 +119,14 @@ async def _work(request: Request, service: Service, dialect: Dialect, raw: bytes
     finally:
         note(request, run)
     return JSONResponse(whole, headers=headers)
+
+
+def _placed(error: DeepInferError, body: dict[str, Any]) -> DeepInferError:
+    """The same error with the client's own path. A copy: one error may belong to many requests."""
+    path = client_path(error.setting, body)
+    if path == error.setting or isinstance(error, Refusal):
+        return error
+    return Refusal(status_of(error), error.code, str(error), param=path)
 
 
 async def _talk(
