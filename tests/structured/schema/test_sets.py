@@ -218,6 +218,20 @@ def test_regex_and_choice_as_grammars():
             compile_choice(bad)
 
 
+def test_large_enums_are_split_where_they_part():
+    """Word by word, with and without each other's prefixes."""
+    from deepinfer_structured.schema import compile_schema
+
+    rng = random.Random(0)
+    words = sorted({"".join(rng.choices('abé\n"', k=rng.randint(0, 7))) for _ in range(4000)})
+    kept = set(words[::2])
+    assert len(kept) > 900
+    grammar = compiled(compile_schema({"enum": sorted(kept)}).ebnf)
+    assert {word for word in words if accepts(grammar, json.dumps(word))} == kept
+    grammar = compiled(compile_choice(sorted(kept - {""})).ebnf)
+    assert {word for word in words if accepts(grammar, word)} == kept - {""}
+
+
 def test_escapes_only_where_the_class_has_all_characters():
     """``\\uXXXX`` stands for any character beyond ASCII only if all of them are allowed."""
     from deepinfer_structured.schema import compile_schema

@@ -16,7 +16,7 @@ from .limits import limit, remembered, spend
 Range = tuple[int, int]
 Edge = tuple[int, int, int]
 SIGMA: tuple[Range, ...] = ((0, 0xD7FF), (0xE000, 0x10FFFF))
-MAX_STATES = 10_000
+MAX_STATES = 6_000
 State = TypeVar("State", bound=Hashable)
 
 
@@ -100,7 +100,7 @@ def explore(
                 if len(number) > MAX_STATES:
                     raise limit(f"needs over {MAX_STATES} automaton states", "smaller bounds")
             out.append((first, last, number[after]))
-        spend(1 + len(out))
+        spend(3 + 3 * len(out))
         edges.append(out)
     return _smallest(edges, {at for state, at in number.items() if final(state)})
 

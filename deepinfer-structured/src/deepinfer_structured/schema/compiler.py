@@ -50,7 +50,7 @@ class Builder:
         key = ("value", state)
         if key not in self._asked:
             self._asked.add(key)
-            self.later.append(lambda: self.rules.add(key, self._alternatives(state)))
+            self.later.append(lambda: self._write(key, state))
         return Ref(key)
 
     def fresh(self) -> int:
@@ -62,6 +62,17 @@ class Builder:
         """Write what was put off, until nothing is left."""
         while self.later:
             self.later.pop()()
+
+    def _write(self, key: Key, state: State) -> None:
+        """The rule of a state; limits are said to be reached there."""
+        try:
+            self.rules.add(key, self._alternatives(state))
+        except UnsupportedSchemaError as error:
+            what = error.unsupported
+            if what.path:
+                raise
+            path = self.path(state)
+            raise UnsupportedSchemaError(path, what.keyword, what.reason, what.instead) from None
 
     def _alternatives(self, state: State) -> list[Sequence_]:
         algebra, lines = self.algebra, list[Sequence_]()

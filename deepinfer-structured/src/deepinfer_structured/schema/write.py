@@ -37,7 +37,7 @@ class Repeat:
 
 Symbol = str | Ref | Chars | Repeat
 Sequence_ = tuple[Symbol, ...]
-BLOCK = 64
+BLOCK, GROUP = 64, 500
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 HEX: tuple[Range, ...] = ((48, 57), (65, 70), (97, 102))
 
@@ -64,7 +64,7 @@ class Rules:
         """The JSON texts of the strings of a language, of ``low`` to ``high`` code points."""
         if isinstance(language, Words) and not language.negated:
             fitting = (w for w in sorted(language.words) if within(len(w), low, high))
-            return [(text,) for word in fitting for text in spellings(word)]
+            return self.grouped(sorted(text for word in fitting for text in spellings(word)))
         if language == Words(frozenset(), negated=True):
             return [('"', self.any_string(low, high))]
         machine = automaton(bounded(language, low, high))
@@ -114,8 +114,27 @@ class Rules:
     def texts(self, language: Language) -> list[Sequence_]:
         """The words of a language as they are."""
         if isinstance(language, Words) and not language.negated:
-            return [(word,) for word in sorted(language.words)]
+            return self.grouped(sorted(language.words))
         return [(self.walk(automaton(language), quoted=False),)]
+
+    def grouped(self, texts: list[str], prefix: str = "") -> list[Sequence_]:
+        """One of many texts, sorted, that begin with ``prefix``; written is what follows it.
+
+        Tens of thousands of alternatives in one rule take xgrammar long, the more so where they
+        begin alike: so they are split where they part.
+        """
+        if len(texts) <= GROUP:
+            return [(text[len(prefix) :],) for text in texts]
+        both = zip(texts[0], texts[-1], strict=False)
+        part = next((i for i, (one, two) in enumerate(both) if one != two), len(texts[0]))
+        groups: dict[str, list[str]] = {}
+        for text in texts:
+            groups.setdefault(text[: part + 1], []).append(text)
+        lines: list[Sequence_] = []
+        for start, group in groups.items():
+            rest = self.add(("texts", *group), self.grouped(group, start))
+            lines.append((start[len(prefix) :], rest))
+        return lines
 
     def walk(self, machine: Automaton, quoted: bool) -> Ref:
         """A rule for each state: a character, then the state that it leads to.
@@ -123,6 +142,8 @@ class Rules:
         Of a JSON string the closing quote is part of it.
         """
         number = self.machines.setdefault(machine, len(self.machines))
+        if len(machine.edges) > self.most:
+            raise limit(f"needs over {self.most} grammar rules", "a smaller or looser schema")
         for state, edges in enumerate(machine.edges):
             grouped: dict[int, list[Range]] = {}
             for first, last, target in edges:
