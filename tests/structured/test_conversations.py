@@ -78,7 +78,7 @@ def test_the_grammar_begins_behind_the_reasoning(llm, monkeypatch):
     (output,) = llm.chat(TALK, params, response_format=FORMAT)
     answered = 0
     for one in output.outputs:
-        reasoning, found, answer = one.text.partition("\n\n")
+        _, found, answer = one.text.partition("\n\n")
         if one.finish_reason == "stop":
             answered += 1
             assert found

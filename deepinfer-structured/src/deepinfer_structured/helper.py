@@ -6,7 +6,6 @@ process is killed when a task exceeds its time, and the next task starts another
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -95,14 +94,11 @@ class Helpers:
 class _Process:
     def __init__(self) -> None:
         code = _CODE.format(path=sys.path, module="deepinfer_structured.child")
-        # A task has one thread, whatever numerical libraries make of the number of processors.
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=variables,
         )
         self._in = cast("IO[bytes]", self._process.stdin)
         self._out = cast("IO[bytes]", self._process.stdout)
