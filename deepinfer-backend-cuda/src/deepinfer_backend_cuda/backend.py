@@ -98,7 +98,9 @@ _OPS: Mapping[str, Callable[..., Any]] = {
     "rope": rows.rope,
     "kv_write": rows.kv_write,
     "mlp_block": layers.mlp_block,
+    "filter_top": sampling.filter_top,
     "gumbel_argmax": sampling.gumbel_argmax,
+    "logprobs": sampling.logprobs,
 }
 _ATTENTION: Mapping[str, Callable[..., Any]] = {
     "plan_attention": attention.plan_attention,

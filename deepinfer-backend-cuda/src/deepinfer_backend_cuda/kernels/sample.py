@@ -1,4 +1,5 @@
-"""The draw: argmax of z/T + Gumbel noise, Philox4x32-10 as in ``deepinfer.sampling.philox``.
+"""The draw: argmax of z/T + Gumbel noise, Philox4x32-10 as in ``deepinfer.sampling.philox``; and
+how likely what was drawn is.
 
 A maximum does not depend on the order in which it is taken; ties go to the lower id.
 """
@@ -74,3 +75,51 @@ def choose_kernel(
     ids = tl.load(id_ptr + row * blocks + at, mask=mask, other=2147483647)
     best = tl.max(score, 0)
     tl.store(out_ptr + row, tl.min(tl.where(score == best, ids, 2147483647), 0).to(tl.int64))
+
+
+@triton.jit
+def _log_softmax(z_ptr, at, V, peak, log_total, BLOCK: tl.constexpr):
+    """(ids, which are there, their log-probabilities with NaN as −inf)."""
+    ids = at + tl.arange(0, BLOCK)
+    mask = ids < V
+    z = tl.load(z_ptr + ids, mask=mask, other=float("-inf"))
+    return ids, mask, (tl.where(z != z, float("-inf"), z) - peak) - log_total
+
+
+@triton.jit
+def score_kernel(
+    z_ptr, key_ptr, chosen_ptr, value_ptr, rank_ptr, z_row, V, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """The log-probability and the rank of a row's chosen id; with KEYS every id's as int64[m, V]:
+    its order as an integer, then the id counted down, so that no two are equal.
+
+    exp is summed at each of BLOCK places, then over the places: an order fixed by V.
+    """
+    follow(CHAIN)
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * z_row
+    peak = tl.full((), float("-inf"), tl.float32)
+    for at in tl.range(0, V, BLOCK):
+        _, _, z = _log_softmax(z_ptr, at, V, 0.0, 0.0, BLOCK)
+        peak = tl.maximum(peak, tl.max(z, 0))
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for at in tl.range(0, V, BLOCK):
+        _, mask, z = _log_softmax(z_ptr, at, V, peak, 0.0, BLOCK)
+        sums += tl.where(mask, tl.exp(z), 0.0)
+    log_total = tl.log(tl.sum(sums, 0))
+    chosen = tl.load(chosen_ptr + row)
+    mine = tl.load(z_ptr + chosen)
+    mine = (tl.where(mine != mine, float("-inf"), mine) - peak) - log_total
+    before = tl.zeros((BLOCK,), tl.int32)
+    for at in tl.range(0, V, BLOCK):
+        ids, mask, values = _log_softmax(z_ptr, at, V, peak, log_total, BLOCK)
+        better = (values > mine) | ((values == mine) & (ids < chosen))
+        before += (mask & better).to(tl.int32)
+        if KEYS:
+            bits = (values + 0.0).to(tl.int32, bitcast=True)  # −0 ties with 0
+            order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+            key = (order << 32) | (0xFFFFFFFF - ids.to(tl.int64))
+            tl.store(key_ptr + row * V + ids, key, mask=mask)
+    tl.store(value_ptr + row, mine)
+    tl.store(rank_ptr + row, tl.sum(before, 0) + 1)
