@@ -18,10 +18,10 @@ from deepinfer.errors import DeepInferError, InvalidRequestError
 
 from deepinfer_structured import frames
 from deepinfer_structured.cache import DiskCache, Locks, MemoryCache, Recent
-from deepinfer_structured.helper import Helpers, RefusedError, TooSlowError
 from deepinfer_structured.masks import Masks
 from deepinfer_structured.matcher import Matcher
 from deepinfer_structured.options import Options
+from deepinfer_structured.processes import Processes, RefusedError, TooSlowError
 from deepinfer_structured.sources import Source, key_of, source_of
 from deepinfer_structured.vocabulary import Vocabulary
 
@@ -45,7 +45,7 @@ class XGrammarBackend:
         self._sources = Recent[Source](_REMEMBERED)
         self._refused = Recent[DeepInferError](_REMEMBERED)
         self._locks = Locks()
-        self._helpers = Helpers(lambda: str(self.vocabulary.info.serialize_json()))
+        self._processes = Processes(lambda: str(self.vocabulary.info.serialize_json()))
         self._masks = Masks(self.options)
 
     # Specs.
@@ -149,7 +149,7 @@ class XGrammarBackend:
 
     def _ask(self, task: bytes, text: str, slow: str) -> str:
         try:
-            return self._helpers.run(task, text, self.options.compile_seconds)
+            return self._processes.run(task, text, self.options.compile_seconds)
         except TooSlowError:
             raise _costs(slow.format(f"{self.options.compile_seconds:g}")) from None
         except RefusedError as why:
@@ -185,7 +185,7 @@ class XGrammarBackend:
         return self._masks.fill(jobs, rows)
 
     def close(self) -> None:
-        self._helpers.close()
+        self._processes.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""The helper process: compiles foreign grammars and validates texts, where it can be ended.
+"""The other process: compiles foreign grammars and validates texts, where it can be ended.
 
-Where you are: on the far side of ``helper.py``, which starts this with ``main`` and kills it when a
+Where you are: on the far side of ``processes.py``, which starts this with ``main`` and kills it when a
 grammar takes too long. xgrammar's compiler cannot be interrupted, and neither can a regular
 expression of Python's that goes back and forth without end.
 """

@@ -1,4 +1,4 @@
-"""Work that must be able to be ended, in processes of its own: :class:`Helpers`.
+"""Work that must be able to be ended, in processes of its own: :class:`Processes`.
 
 Started at the first use and kept, because a start costs seconds (xgrammar brings torch with it). A
 process is killed when a task exceeds its time, and the next task starts another.
@@ -27,7 +27,7 @@ class RefusedError(Exception):
     """The task was refused; the message says why."""
 
 
-class Helpers:
+class Processes:
     """A few processes that take one task each at a time.
 
     Args:
