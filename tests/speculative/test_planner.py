@@ -1,6 +1,6 @@
 """The planner alone: modes, limits, when it stops drafting and tries again, what it reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +118,15 @@ def test_static_verifies_everything_there_is_room_for(tmp_path):
     assert planner.choose(facts(views)) == (GAMMA + 2, -1, True)
     assert planner.choose(facts(views, room=3)).rows == 3
     assert not list(Path(tmp_path).iterdir()), "it measures nothing"
+
+
+def test_no_rows_are_planned_for_drafts_that_are_not_there(tmp_path):
+    planner = Planner(context(tmp_path, Device(), "static"))
+    views = [View(1), View(2)]
+    seen = landed(1, [1, 2], [[1.0] * GAMMA] * 2)
+    nothing = replace(seen.out, drafted=np.array([0, 3], np.int32))
+    planner.observe(replace(seen, out=nothing))
+    assert planner.choose(facts(views)).rows == 3
 
 
 def test_cap_verifies_everything_and_keeps_what_adaptive_would(tmp_path):

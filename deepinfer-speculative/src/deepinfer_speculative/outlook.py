@@ -105,6 +105,15 @@ class Outlook:
         result: Floats = np.minimum.accumulate(np.minimum(scaled, 1.0), axis=1)
         return result
 
+    def drafted(self, requests: Sequence[DraftView]) -> NDArray[np.int64]:
+        """int64[R]: how many drafts each had when last seen; γ where nothing was seen."""
+        found = np.full(len(requests), self.gamma, np.int64)
+        for i, r in enumerate(requests):
+            blocks = self._blocks.get(r.generation)
+            if blocks:
+                found[i] = int((blocks[-1] > 0).sum())
+        return found
+
     def usual(self, requests: int) -> Floats:
         """The same for requests of which nothing is known: what is usual of late."""
         return np.tile(np.minimum.accumulate(np.clip(self._mean, 0.0, 1.0)), (requests, 1))

@@ -1,10 +1,11 @@
 """The planner: how many drafts a step verifies, and whether it drafts for the next. No torch.
 
 Where you are: brain side, asked by the scheduler before each step. What it decides changes speed
-only (under the equality rule). ``static`` verifies everything. ``adaptive`` takes the K of highest
-expected throughput by measured costs, stops drafting where that does not pay and tries again now
-and then. ``cap`` verifies everything and lets as many drafts stand as ``adaptive`` would have
-verified, which shows what trimming costs.
+only (under the equality rule). ``static`` verifies everything that was drafted (rows for drafts
+that are not there would be padding, so it goes by what was there when last seen). ``adaptive``
+takes the K of highest expected throughput by measured costs, stops drafting where that does not pay
+and tries again now and then. ``cap`` verifies everything and lets as many drafts stand as
+``adaptive`` would have verified, which shows what trimming costs.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class Planner:
         """K, and whether to draft behind the step."""
         most = np.array([r.most_drafts for r in facts.decoding], np.int64)
         eligible = np.clip(most, 0, self.draft_len)
-        everything = min(int(eligible.sum()), facts.room)
         self._outlook.forget(facts.decoding)
+        there = np.minimum(eligible, self._outlook.drafted(facts.decoding))
+        everything = min(int(there.sum()), facts.room)
         choice = self._choose(facts, eligible, everything)
         self._proposed = choice.propose
         self.counts["steps"] += 1
