@@ -2,7 +2,7 @@
 
 Order of a spec's life: ``check`` writes it as a grammar on the caller's thread, within a few
 milliseconds; ``compile`` makes it a compiled grammar on a thread of the engine's pool, in this
-process or, where nobody knows what it costs, in a helper process; ``ready`` finds it in the cache.
+process or, where nobody knows what it costs, in another one; ``ready`` finds it in the cache.
 """
 
 from __future__ import annotations

@@ -114,6 +114,9 @@ BAD = {
     "seed": ("-s", str(1 << 70)),
     "ID:BIAS": ("--logit-bias", "x"),
     "neither a number nor none": ("-n", "many"),
+    "give one of them": ("--regex", "a", "--choice", "b"),
+    "neither a rule nor a file": ("--json-schema", "nowhere.json"),
+    "schema is no JSON": ("--json-schema", "{"),
 }
 
 
