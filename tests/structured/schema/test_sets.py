@@ -115,6 +115,22 @@ def test_multiples_are_exact(step):
             assert machine.accepts(text(number)) == (exact(number) % exact(step) == 0), number
 
 
+@pytest.mark.parametrize("step", [7, 60, 365, 997])
+def test_multiples_are_not_narrowed_to_a_few(step):
+    """Six digits at least, or a refusal that says what to do."""
+    from deepinfer_structured.schema import compile_schema
+
+    bounds = {"minimum": 0, "maximum": 5000}
+    grammar = compiled(compile_schema({"type": "integer", "multipleOf": step} | bounds).ebnf)
+    assert all(accepts(grammar, str(n)) == (n % step == 0) for n in range(0, 5001, 1 + step // 9))
+    try:
+        grammar = compiled(compile_schema({"type": "integer", "multipleOf": step}).ebnf)
+    except UnsupportedSchemaError as error:
+        assert step == 997 and error.unsupported.reason.startswith("needs over")
+    else:
+        assert accepts(grammar, str(999_999 // step * step))
+
+
 def test_one_spelling_for_each_number():
     machine = numbers()
     for bad in ("", "-", "00", "-0", "1.", ".5", "1.50", "+1", "1e3", "0x1", "1,5"):

@@ -17,6 +17,7 @@ Range = tuple[int, int]
 Edge = tuple[int, int, int]
 SIGMA: tuple[Range, ...] = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 MAX_STATES = 6_000
+SMALLER = "a simpler pattern, closer bounds, a smaller or rounder step"
 State = TypeVar("State", bound=Hashable)
 
 
@@ -98,7 +99,7 @@ def explore(
                 number[after] = len(number)
                 queue.append(after)
                 if len(number) > MAX_STATES:
-                    raise limit(f"needs over {MAX_STATES} automaton states", "smaller bounds")
+                    raise limit(f"needs over {MAX_STATES} automaton states", SMALLER)
             out.append((first, last, number[after]))
         spend(3 + 3 * len(out))
         edges.append(out)

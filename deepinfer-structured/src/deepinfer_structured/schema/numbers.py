@@ -28,6 +28,7 @@ from .limits import SchemaOptions, limit, remembered
 
 MINUS, POINT, ZERO = 45, 46, 48
 MAX_REMAINDERS = 2_000
+MAX_COUNTED = 3_000
 Move = tuple[int, int, Any]
 
 
@@ -199,17 +200,26 @@ def spelled(language: Language, options: SchemaOptions) -> list[Language]:
     """How numbers of a set are written: digits bounded; trailing zeros where fractions may be."""
     whole = meet(language, integers())
     broken = meet(language, complement(integers()))
-    out = [_bounded(whole, options.integer_digits if broken.empty else 15, 0)]
-    if not broken.empty:
-        behind = options.fraction_digits
-        out.append(_padded(_bounded(broken, 15 - behind, behind), whole, 15 - behind, behind))
+    most, behind = options.integer_digits, options.fraction_digits
+    if broken.empty:
+        out = [_bounded(whole, most, 0)]
+    else:
+        before = min(most, 15 - behind)
+        out = [_bounded(whole, min(most, 15), 0)]
+        out.append(_padded(_bounded(broken, before, behind), whole, before, behind))
     return [part for part in out if not part.empty]
 
 
 def _bounded(language: Language, before: int, behind: int) -> Language:
-    """The set with its digits bounded, wider only where nothing would be left."""
+    """The set with its digits bounded, wider only where nothing would be left.
+
+    Narrower where a step has hundreds of remainders, for each digit is as many states; but never
+    below six digits: then it is refused, as too many states.
+    """
     if language.empty or words_of(language, 1000) is not None:
         return language
+    room = MAX_COUNTED // len(automaton(language).edges)
+    before = min(before, room) if room >= 6 else before
     while True:
         found = meet(language, _short(before, behind))
         if not found.empty:
