@@ -106,6 +106,8 @@ def others():
     yield Launch("rope_write", partial(rows.rope_write, qkv, heads, at, angles, (cache, cache), at))
     yield Launch("kv_write", partial(rows.kv_write, k, k, cache, cache, at))
     yield Launch("gumbel", partial(sampling.gumbel_argmax, logits, at.float(), at, at))
+    words = torch.zeros(5, 1563, dtype=torch.int32)
+    yield Launch("apply_bitmask", partial(sampling.apply_bitmask, logits, words, at))
     yield Launch("filter_top", partial(sampling.filter_top, logits, *hot))
     yield Launch("logprobs", partial(sampling.logprobs, logits, 5, at))
     none = partial(sampling.logprobs, logits, 0, at)

@@ -98,6 +98,7 @@ _OPS: Mapping[str, Callable[..., Any]] = {
     "rope": rows.rope,
     "kv_write": rows.kv_write,
     "mlp_block": layers.mlp_block,
+    "apply_bitmask": sampling.apply_bitmask,
     "filter_top": sampling.filter_top,
     "gumbel_argmax": sampling.gumbel_argmax,
     "logprobs": sampling.logprobs,

@@ -1,5 +1,5 @@
-"""``filter_top``, ``gumbel_argmax`` and ``logprobs`` without waiting for the host. Other sampling
-ops run references.
+"""``apply_bitmask``, ``filter_top``, ``gumbel_argmax`` and ``logprobs`` in few launches, none of which
+waits for the host. Other sampling ops run references.
 """
 
 from __future__ import annotations
@@ -116,3 +116,24 @@ def _score(logits: Tensor, ranked: bool, chosen: Tensor, value: Tensor, rank: Te
         **exact(rows),
     )
     return keys
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor, index: Tensor) -> Tensor:
+    """logits float32[m, V] in place, bitmask int32[k, W], index int64[k], −1 nobody's."""
+    if bitmask.stride(1) != 1:
+        bitmask = bitmask.contiguous()
+    masks, vocab = len(index), logits.shape[1]
+    if masks and logits.numel():
+        filter_kernels.bitmask_kernel[(masks, triton.cdiv(vocab, BLOCK))](
+            logits,
+            bitmask,
+            index,
+            logits.stride(0),
+            logits.stride(1),
+            bitmask.stride(0),
+            vocab,
+            bitmask.shape[1],
+            BLOCK=BLOCK,
+            **exact(len(logits)),
+        )
+    return logits

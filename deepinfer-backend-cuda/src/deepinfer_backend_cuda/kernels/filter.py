@@ -136,3 +136,24 @@ def filter_kernel(
         if used:
             keep = keep & (_weight(z, peak, t) >= share.to(tl.float64))
         tl.store(out_ptr + ids, tl.where(keep, z, float("-inf")), mask=mask)
+
+
+@triton.jit
+def bitmask_kernel(
+    z_ptr, mask_ptr, index_ptr, z_row, z_column, mask_row, V, WORDS, BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+):  # fmt: skip
+    """−inf is added to BLOCK ids of the row that a mask is for, where its bits do not allow them.
+
+    Several masks of a row write the same, in any order.
+    """
+    follow(CHAIN)
+    row = tl.load(index_ptr + tl.program_id(0))
+    if row >= 0:
+        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        word, real = ids // 32, ids < V
+        at = mask_ptr + tl.program_id(0).to(tl.int64) * mask_row + word
+        bits = tl.load(at, mask=real & (word < WORDS), other=0)
+        banned = real & (((bits >> (ids % 32)) & 1) == 0)
+        to = z_ptr + row * z_row + ids * z_column
+        tl.store(to, tl.load(to, mask=banned) + float("-inf"), mask=banned)
