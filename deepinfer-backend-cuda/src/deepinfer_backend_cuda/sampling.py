@@ -1,5 +1,5 @@
-"""``apply_bitmask``, ``filter_top``, ``gumbel_argmax`` and ``logprobs`` in few launches, none of which
-waits for the host. Other sampling ops run references.
+"""``apply_bitmask``, ``filter_top``, ``gumbel_argmax`` and ``logprobs``: few launches, and none of
+them waits for the host. Other sampling ops run references.
 """
 
 from __future__ import annotations
