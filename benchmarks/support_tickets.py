@@ -4,8 +4,10 @@
 
 ``POST /v1/generate`` with a Russian prompt, temperature 1, another seed each time, and a schema of
 an enum, an integer from 1 to 5 and a text or null, all required. Each ``text`` is checked by
-``jsonschema``. Without ``--url`` a server of its own is started with the demo model. The model is
-small, so the answers are valid and not wise. Leaves with 0 if all are valid.
+``jsonschema``. The text has a ``maxLength``: without one (``--unbounded``) a model this small now
+and then fills the rest of its context with it, and what is cut off there is no JSON. Without
+``--url`` a server of its own is started with the demo model. The answers are valid and not wise.
+Leaves with 0 if all are valid.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SCHEMA = {
     "properties": {
         "category": {"type": "string", "enum": ["billing", "technical", "account", "other"]},
         "urgency": {"type": "integer", "minimum": 1, "maximum": 5},
-        "order_id": {"type": ["string", "null"]},
+        "order_id": {"type": ["string", "null"], "maxLength": 24},
     },
     "required": ["category", "urgency", "order_id"],
     "additionalProperties": False,
@@ -95,9 +97,12 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, help="none: as published, to the text's end")
+    parser.add_argument("--unbounded", action="store_true", help="leave out maxLength")
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--json", help="write the figures there")
     options = parser.parse_args()
+    if options.unbounded:
+        del SCHEMA["properties"]["order_id"]["maxLength"]
     process, url = (None, options.url) if options.url else own_server()
     try:
         with ThreadPoolExecutor(options.parallel) as pool:

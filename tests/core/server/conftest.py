@@ -101,7 +101,7 @@ class Running:
         self.thread.start()
         assert self.server.started.wait(10)
 
-    def connect(self, timeout=30):
+    def connect(self, timeout=120):
         return http.client.HTTPConnection(self.server.host, self.server.port, timeout=timeout)
 
     def ask(self, method, path, body=None, headers=()):

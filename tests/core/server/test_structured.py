@@ -46,7 +46,7 @@ def text_of(answer):
 @pytest.mark.parametrize("words", WORDS)
 def test_a_schema_is_obeyed_in_every_dialect(demo_server, words):
     path, body = WORDS[words]
-    for seed in range(3):
+    for seed in range(3 if words == "published" else 1):
         more = {} if words == "responses" else {"seed": seed}
         answer = demo_server.post(path, temperature=1.0, **more, **body)
         assert answer.status == 200, answer.text
