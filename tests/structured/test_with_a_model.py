@@ -9,7 +9,7 @@ import re
 import jsonschema
 import pytest
 from deepinfer import LLM, AsyncLLM, SamplingParams
-from deepinfer.errors import InvalidRequestError
+from deepinfer.errors import ConfigError, InvalidRequestError, PluginError, UnsupportedError
 
 pytestmark = pytest.mark.model
 
@@ -162,3 +162,51 @@ def test_counters_tell_compiled_and_cached(llm):
     after = llm.get_metrics()["counters"]
     assert (after.grammars - before[0], after.grammar_hits - before[1]) == (1, 2)
     assert after.grammar_seconds > before[2] and after.mask_seconds > 0
+
+
+def test_who_applies_masks_changes_no_text(llm):
+    right = one(llm, params("json", CITY)).text
+    with LLM("demo", max_model_len=256, grammar_acceleration="cpu") as reference:
+        assert one(reference, params("json", CITY)).text == right
+    with pytest.raises(UnsupportedError, match="grammar_acceleration='cuda' cannot be kept"):
+        LLM("demo", max_model_len=256, device="cpu", grammar_acceleration="cuda")
+
+
+def test_a_backend_by_name_and_none():
+    with pytest.raises(PluginError, match=r"no_such.*\n?.*Known: xgrammar"):
+        LLM("demo", grammar_backend="no_such")
+    with pytest.raises(ConfigError, match="max_whitespac: no such option"):
+        LLM("demo", plugin_config={"structured": {"max_whitespac": 1}})
+    with (
+        LLM("demo", max_model_len=64, disable_plugins="structured") as bare,
+        pytest.raises(InvalidRequestError, match="needs a grammar plugin"),
+    ):
+        bare.generate("x", params("regex", "a"))
+
+
+def test_pydantic_models_and_types_are_schemas(llm):
+    from pydantic import BaseModel, Field
+
+    class City(BaseModel):
+        name: str = Field(max_length=8)
+        size: int = Field(ge=0, le=9)
+
+    output = one(llm, params("json", City))
+    assert City.model_validate_json(output.text).size <= 9
+    output = one(llm, SamplingParams(structured_outputs={"json": bool}, max_tokens=4))
+    assert output.text in ("true", "false")
+
+
+def test_blanks_and_digits_are_bounded(llm):
+    """The loops that models fall into end by themselves."""
+    tokenizer = llm.get_tokenizer()
+    blanks = {i: 60.0 for i in range(tokenizer.vocab_size) if not tokenizer.token_bytes(i).strip()}
+    digits = {i: 60.0 for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).isdigit()}
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    for bias in (blanks, digits):
+        output = one(llm, params("json", schema, logit_bias=bias, max_tokens=200))
+        assert output.finish_reason == "stop", output
+        assert len(output.text) < 120
+    rule = {"schema_type": "json", "schema": schema, "max_whitespace": 0, "max_digits": 2}
+    wish = SamplingParams(so_args=rule, max_tokens=60, logit_bias=digits)
+    assert re.fullmatch(r'\{"n":-?\d{1,2}\}', one(llm, wish).text)
