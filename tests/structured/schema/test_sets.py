@@ -244,6 +244,11 @@ def test_large_enums_are_split_where_they_part():
     assert len(kept) > 900
     grammar = compiled(compile_schema({"enum": sorted(kept)}).ebnf)
     assert {word for word in words if accepts(grammar, json.dumps(word))} == kept
+    one, two = ([f"{a}{n}" for a in pair for n in range(700)] for pair in ("ab", "ac"))
+    two += [f"a{n}x" for n in range(700)]
+    both = compiled(compile_schema({"prefixItems": [{"enum": one}, {"enum": two}]}).ebnf)
+    assert accepts(both, '["b7", "c7"]') and accepts(both, '["a699", "a699x"]')
+    assert not any(accepts(both, text) for text in ('["c7", "c7"]', '["a1", "b1"]', '["7", "a1"]'))
     grammar = compiled(compile_choice(sorted(kept - {""})).ebnf)
     assert {word for word in words if accepts(grammar, word)} == kept - {""}
 

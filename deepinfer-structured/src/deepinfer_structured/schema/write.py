@@ -132,7 +132,7 @@ class Rules:
             groups.setdefault(text[: part + 1], []).append(text)
         lines: list[Sequence_] = []
         for start, group in groups.items():
-            rest = self.add(("texts", *group), self.grouped(group, start))
+            rest = self.add(("texts", start, *group), self.grouped(group, start))
             lines.append((start[len(prefix) :], rest))
         return lines
 
