@@ -109,17 +109,26 @@ def linear(
 
 
 def product(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """y [M, N], contiguous, becomes x [M, K] · wᵀ + bias."""
+    """y [M, N], contiguous, becomes x [M, K] · wᵀ + bias.
+
+    Of at most ``hopper.WIDE_ROWS`` rows w has to be older than the kernels of the step: a Hopper GPU
+    reads it before they have ended.
+    """
     if not y.numel():
         return
     if x.dtype != w.dtype:
         x, w = x.float(), w.float()
     if not _matrix(w):
         _plain(x, w, bias, y)
-    elif len(x) <= hopper.WIDE_ROWS and hopper.serves(w.device):
-        hopper.product(_aligned(x), _aligned(w), bias, y)
+    elif _read_ahead(x, w):
+        hopper.product(_aligned(x), w, bias, y)
     else:
         _tensor_cores(_aligned(x), _aligned(w), bias, y)
+
+
+def _read_ahead(x: Tensor, w: Tensor) -> bool:
+    """Whether Hopper's kernels serve; weights that would be copied first cannot be read ahead."""
+    return len(x) <= hopper.WIDE_ROWS and hopper.serves(w.device) and _addressable(w)
 
 
 def _matrix(w: Tensor) -> bool:
@@ -134,11 +143,11 @@ def gated(x: Tensor, w: Tensor) -> Tensor:
     if x.dtype != w.dtype or not _matrix(w):
         return rows.silu_mul(linear(x, w))
     if y.numel():
-        flat, w = _aligned(x.reshape(-1, k)), _aligned(w)
-        if len(flat) <= hopper.WIDE_ROWS and hopper.serves(w.device):
+        flat = _aligned(x.reshape(-1, k))
+        if _read_ahead(flat, w):
             hopper.product(flat, w, None, y, gated=True)
         else:
-            _gated(flat, w, y)
+            _gated(flat, _aligned(w), y)
     return y.view(*x.shape[:-1], n)
 
 
@@ -225,9 +234,14 @@ def _plain(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
     )
 
 
+def _addressable(x: Tensor) -> bool:
+    """Whether a tensor descriptor can: unit inner stride, 16-byte rows and start."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
 def _aligned(x: Tensor) -> Tensor:
-    """What a tensor descriptor can address: unit inner stride, 16-byte rows and start."""
-    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+    """x, or a copy that a tensor descriptor can address."""
+    if _addressable(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
