@@ -111,8 +111,8 @@ def linear(
 def product(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """y [M, N], contiguous, becomes x [M, K] · wᵀ + bias.
 
-    Of at most ``hopper.WIDE_ROWS`` rows w has to be older than the kernels of the step: a Hopper GPU
-    reads it before they have ended.
+    Of at most ``hopper.WIDE_ROWS`` rows w has to be older than the kernels of the step: a Hopper
+    GPU reads it before they have ended.
     """
     if not y.numel():
         return
