@@ -19,6 +19,7 @@ from deepinfer.config import EngineConfig
 from deepinfer.engine.engine import Engine
 from deepinfer.engine.logits import to_row_params
 from deepinfer.engine.request import mix
+from deepinfer.errors import InvalidRequestError
 from deepinfer.sampling_params import SamplingParams
 from deepinfer.testing.fake import FakeExecutor, FakeScript
 from grammar_rig import backend_for, spec
@@ -28,23 +29,11 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent / "schema"))
 from random_schemas import SCHEMAS
 
-PIECES = [b"<end>", *b'{ } [ ] : , " a b c d ab \\ / n u00 61 0 1 2 5 -3 . e'.split()]
-PIECES += [b"true", b"false", b"null"]
-PIECES += [
-    b" ",
-    b"\n",
-    b'": ',
-    b'":',
-    b'"a"',
-    b'", "',
-    b'"}',
-    b"{}",
-    b"[]",
-    b"],",
-    b"\xc3",
-    b"\xa9",
-]
-PIECES += [b"2026-01-02", b"1.2.3.4", b"10:00:00Z", b"null]", b"}}", b'{"a"', b'"b":', b"1,"]
+# Every printable character, so that no text is stuck for want of one, and what JSON often holds.
+PIECES = [b"<end>", *(bytes([byte]) for byte in range(32, 127)), b"\n", b"\xc3", b"\xa9"]
+PIECES += [*b'{ } [ ] : , " { } "'.split(), b"ab", b"\\u00", b"true", b"false", b"null"] * 2
+PIECES += [b'": ', b'":', b'"a"', b'", "', b'"}', b"{}", b"[]", b"],", b"null]", b"}}"] * 3
+PIECES += [b"2026-01-02", b"1.2.3.4", b"10:00:00Z", b'{"a"', b'"b":', b"1,"]
 PROMPT = (1, 2, 3)
 STEPS = 4000
 
@@ -138,10 +127,8 @@ def check_load(schemas, seed, tally):
             exact = json.loads(json.dumps(schema), parse_float=Decimal)
             value = json.loads(texts[one.id], parse_float=Decimal)
             jsonschema.Draft202012Validator(exact).validate(value)
-        elif finish == "error":  # refused when it was compiled, or nothing of the vocabulary fits
-            assert type(ends[one.id].error).__name__ in (
-                "InvalidRequestError", "UnsupportedSchemaError", "ModelFaultError",
-            )  # fmt: skip
+        elif finish == "error":  # it costs too much to compile
+            assert isinstance(ends[one.id].error, InvalidRequestError), ends[one.id].error
         else:
             assert finish == "length"
 
@@ -168,6 +155,6 @@ def test_what_is_called_finished_is_valid():
 @pytest.mark.slow
 def test_five_hundred_random_schemas():
     tally = Counter()
-    run_loads(tally, 170)
+    run_loads(tally, 180)
     print(dict(tally))
-    assert tally["stop"] + tally["length"] >= 500, tally
+    assert tally["stop"] + tally["length"] >= 500 and tally["stop"] > 300, tally
