@@ -29,6 +29,15 @@ KIT = ("-m", "pytest", "-q", "--pyargs", "deepinfer.testing.conformance")
 DOCS = ("tests/house/test_docs.py", "tests/house/test_contract.py")
 QUICK = "not slow and not network and not gpu and not npu and not browser"
 TRITON = "triton>=3.6,<3.7"
+# xgrammar asks for Triton (285 MB), which only its CUDA kernels import: it is installed without,
+# and what else it and deepinfer-structured need is named here.
+XGRAMMAR = "xgrammar>=0.2.9"
+GRAMMAR_NEEDS = (
+    "apache-tvm-ffi>=0.1.11",
+    "jsonschema>=4.23",
+    "referencing>=0.35",
+    "regex>=2024.11.6",
+)
 PEERS = ("transformers==5.24.0", "nemo-automodel==0.7.0")
 
 nox.needs_version = ">=2024.4"
@@ -193,6 +202,7 @@ def dist(session: nox.Session) -> None:
             "deepinfer", "generate", "--model", "demo", "--chat", "What is the capital of France?"
         )
         session.run("python", str(ROOT / "examples" / "offline_inference.py"))
+        session.run("python", str(ROOT / "examples" / "_structured_output.py"), "--samples", "1")
         session.run("deepinfer", "plugins", "list")
 
 
@@ -245,8 +255,10 @@ def shared(session: nox.Session) -> str:
     if stale("made-from", pins):
         session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
         wanted = (f"{CORE}[test,transformers]", "mypy")
-        more = ("-e", f"{STRUCTURED}[test]", "-e", str(SPECULATIVE))
+        more = (*GRAMMAR_NEEDS, "-e", str(SPECULATIVE))
         session.run(*install, "-e", *wanted, *more, external=True, env=bound())
+        grammar = ("--no-deps", XGRAMMAR, "-e", str(STRUCTURED))
+        session.run(*install, *grammar, external=True, env=bound())
         note("made-from", pins)
     elif stale("compiled-from", native()):
         session.run(*install, "--no-deps", "-e", str(CORE), external=True, env=bound())
