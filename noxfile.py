@@ -145,15 +145,16 @@ def plugins(session: nox.Session) -> None:
 def kernels(session: nox.Session) -> None:
     """Triton kernels without a GPU: on the interpreter, and compiled for SM90 and SM100.
 
-    Triton lies beside the shared environment, not in it: the other sessions are to find out what
-    happens without it.
+    A case of each op and a variant of each kernel, two minutes; ``nox -s kernels -- -m "not gpu"``
+    runs all of both. Triton lies beside the shared environment, not in it: the other sessions are
+    to find out what happens without it.
     """
     python, folder = shared(session), ROOT / ".nox" / "triton"
     if not (folder / "triton").is_dir():
         target = ("install", "-qq", "--no-deps", "--target", str(folder))
         session.run(python, "-m", "pip", *target, TRITON, external=True, env=bound())
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    where = ("tests/cuda", "-m", "not gpu", *session.posargs)
+    where = ("tests/cuda", "-m", "not gpu and not slow", *session.posargs)
     session.run(python, "-m", "pytest", "-q", *where, external=True, env={"PYTHONPATH": path})
 
 

@@ -113,7 +113,6 @@ def test_every_probe_is_recorded(bits):
     assert "9.0" in GOLDEN
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", sorted(GOLDEN))
 def test_recorded_products_are_the_models(bits, capability):
     """What the GPU gave for a whole product is what the model gives here."""

@@ -64,7 +64,6 @@ def test_float32_rows_are_refused_by_name(sources):
     assert caught.value.setting == "dtype"
 
 
-@pytest.mark.slow
 def test_products_have_the_bits_of_the_decoded_weight(script):
     pytest.importorskip("triton")
     assert script("quantized.py", TRITON_INTERPRET="1").endswith("0 wrong\n")

@@ -6,10 +6,7 @@ import shutil
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 NONE = {"compiled": 0, "loaded": 0}
 
 

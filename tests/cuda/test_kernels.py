@@ -4,16 +4,26 @@ import importlib.util
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+TARGETS = ["90", "100"]
 
 
-def test_cases_on_the_interpreter(script):
+def test_a_case_of_each_op_on_the_interpreter(script):
+    assert " 0 wrong" in script("interpreted.py", "some", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(script, target):
+    """And is reached by a launch."""
+    assert " 0 faulty" in script("ahead.py", target, "once")
+
+
+@pytest.mark.slow
+def test_all_cases_on_the_interpreter(script):
     assert " 0 wrong" in script("interpreted.py", TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("target", ["90", "100"])
-def test_kernels_compile(script, target):
-    assert "FAULTY" not in script("ahead.py", target)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_variant_compiles(script, target):
+    assert " 0 faulty" in script("ahead.py", target)
