@@ -2,8 +2,8 @@
 
 ``python ahead.py 90`` (or 100) prints a line for each kernel and leaves with 1 if one takes more
 registers, shared or tensor memory than a program may have, spills, lacks an instruction that it is
-meant to use, or is reached by no launch. With ``once`` it compiles one variant of each kernel, as CI
-does. ``test_kernels`` runs it.
+meant to use, or is reached by no launch. With ``once`` it compiles one variant of each kernel, as
+CI does. ``test_kernels`` runs it.
 """
 
 import sys
