@@ -26,6 +26,14 @@ CUDA = ROOT / "tests" / "cuda"
 PYTEST = (sys.executable, "-u", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
 KERNELS = ("--kernel-name", "kernel_substring=_kernel")  # ours: torch's own are not examined
 
+EXAMPLE = f"""
+import runpy, sys, tempfile
+from deepinfer.testing.tiny import write_tiny_checkpoint
+model = sys.argv[1] or str(write_tiny_checkpoint(tempfile.mkdtemp()))
+sys.argv = ["offline_inference.py", "--device", "cuda", "--model", model]
+runpy.run_path({str(ROOT / "examples" / "offline_inference.py")!r}, run_name="__main__")
+"""
+
 
 def parts(out, model):
     """Name → (seconds at most, command), in order."""
@@ -40,6 +48,11 @@ def parts(out, model):
             150,
             (*python, str(bench / "cuda_startup.py"), "--json", str(out / "cuda_startup.json")),
         ),
+        "fp8": (
+            120,
+            (*python, str(bench / "cuda_fp8.py"), "--json", str(out / "cuda_fp8.json")),
+        ),
+        "example": (60, (*python, "-c", EXAMPLE, model or "")),
         "doctor": (150, (*python, "-m", "deepinfer", "doctor")),
         "memcheck": (
             200,
@@ -62,7 +75,7 @@ def parts(out, model):
     return found
 
 
-DEFAULT = "bits,faults,graphs,startup,doctor,memcheck,racecheck,kit,time"
+DEFAULT = "bits,faults,graphs,startup,fp8,example,doctor,memcheck,racecheck,kit,time"
 
 
 def install(wheels):
