@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from deepinfer.api.plan import BatchPlan, Request, RowBlock, StepOutput
 from deepinfer.errors import (
+    DeviceLostError,
     EngineClosedError,
     EngineDeadError,
     InvalidRequestError,
@@ -100,6 +101,20 @@ def test_a_dead_device_ends_every_request(lab, jitter):
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.step()
+
+
+def test_a_device_that_says_what_to_do_is_quoted(lab, monkeypatch):
+    engine = lab.engine(FakeScript())
+    engine.add(lab.request("a"))
+    lost = DeviceLostError("gpu:0 is lost.", next_step="Start the process again.")
+
+    def forward(plan):
+        raise lost
+
+    monkeypatch.setattr(engine.executor, "forward", forward)
+    ((_, last),) = lab.run(engine).values()
+    assert str(last.error) == "The engine has stopped: gpu:0 is lost. Start the process again."
+    assert last.error.__cause__ is lost
 
 
 def test_an_idle_replica_can_run_an_empty_plan(lab):
