@@ -29,7 +29,6 @@ from deepinfer.ops.backend import build_ops
 from deepinfer.parallel import single
 from deepinfer.worker.drafting import (
     DraftPools,
-    NullDrafter,
     drafter_context,
     drafter_needs,
     first_draft_layer,
