@@ -8,7 +8,7 @@ from deepinfer import LLM, SamplingParams
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
 from deepinfer.testing.tiny import write_tiny_checkpoint
-from deepinfer_speculative.dspark.drafter import DSparkDrafter
+from deepinfer_speculative.dspark.base import BlockDrafter
 from deepinfer_speculative.dspark.save import draft_config, save_draft, write_random_draft
 from deepinfer_speculative.train.answers import Texts
 from deepinfer_speculative.train.data import Pool
@@ -68,7 +68,7 @@ class Watched:
 
     def __init__(self, monkeypatch):
         self.rounds = []
-        right = DSparkDrafter.propose
+        right = BlockDrafter.propose
 
         def propose(drafter, anchors, slots):
             drafts = right(drafter, anchors, slots)
@@ -83,7 +83,7 @@ class Watched:
                 self.rounds.append((text, drafts.ids[row].tolist(), sure))
             return drafts
 
-        monkeypatch.setattr(DSparkDrafter, "propose", propose)
+        monkeypatch.setattr(BlockDrafter, "propose", propose)
 
 
 class Plain:

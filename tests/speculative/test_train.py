@@ -16,12 +16,20 @@ from deepinfer_speculative.train.answers import (
     AnswerPlan,
     Texts,
     held_out,
+    joined,
     read_prompts,
     write_answers,
+    write_waves,
 )
 from deepinfer_speculative.train.data import Pool
 from deepinfer_speculative.train.evaluate import _noise, fit, summary, walk
-from deepinfer_speculative.train.loop import TrainPlan, rate, train
+from deepinfer_speculative.train.loop import (
+    TrainPlan,
+    planned_steps,
+    rate,
+    timed_steps,
+    train,
+)
 from deepinfer_speculative.train.losses import CE, L1, HeadLoss
 from deepinfer_speculative.train.network import Network
 from deepinfer_speculative.train.target import Target
@@ -197,16 +205,28 @@ def test_answers_of_a_target(tmp_path):
     asked = [("math", "1 2"), ("chat", "hello"), ("chat", "long " * 40)]
     plan = AnswerPlan(samples=2, own=4, max_tokens=6, max_prompt=60)
     with LLM(str(folder), max_model_len=400, num_threads=1) as llm:
-        texts, again = (write_answers(llm, asked, plan) for _ in range(2))
+        texts, again = (write_answers(llm, asked, plan), write_waves(llm, asked, plan, 0.0))
     assert np.array_equal(texts.tokens, again.tokens)
     by_task = {name: int((texts.task == i).sum()) for i, name in enumerate(texts.tasks)}
     assert by_task["math"] == by_task["chat"] == 3  # the long one is left out
     assert texts.hot.sum() >= 4 and not texts.hot.all()
     assert len(texts.text(0)) > texts.prompt[0]
+    twice = joined([texts, again])
+    assert len(twice) == 2 * len(texts) and twice.tasks == texts.tasks
+    assert np.array_equal(twice.text(len(texts)), texts.text(0))
     texts.save(tmp_path / "a.npz")
     back = Texts.read(tmp_path / "a.npz")
     assert back.tasks == texts.tasks and np.array_equal(back.start, texts.start)
     assert set(texts.tasks) <= {"math", "chat", OWN}
+
+
+def test_time_bounds_a_run(rig, tmp_path):
+    target, _, pool, network = rig
+    steps = timed_steps(network(), pool, target.head, PLAN, 0.0)
+    assert steps == 1 < timed_steps(network(), pool, target.head, PLAN, 1000.0)
+    assert planned_steps(tmp_path / "none.pt") is None
+    train(network(), pool, target.head, PLAN, tmp_path / "some.pt", lambda line: None)
+    assert planned_steps(tmp_path / "some.pt") == PLAN.steps
 
 
 def test_prompts_and_the_held_out_tenth(tmp_path):

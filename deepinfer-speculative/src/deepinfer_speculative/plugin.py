@@ -10,7 +10,8 @@ PLANNER: Final = "deepinfer_speculative.planner:Planner"
 RATIO: Final = "deepinfer_speculative.ratio:RatioVerifier"
 PLANNING: Final = ("costs", "profile_seconds", "min_gain", "walk")
 """Options of the planner, which every method has."""
-DSPARK: Final = ("Qwen3DSparkModel", "LlamaDSparkModel")
+DRAWING: Final = ("draft_sampling", "draft_candidates")
+"""Options of drafts that have a distribution."""
 
 
 @hookimpl
@@ -24,15 +25,20 @@ def deepinfer_provide() -> list[Spec]:
             verifier=RATIO,
             options=(*PLANNING, "prompt_lookup_max", "prompt_lookup_min"),
         ),
-        *(
-            SpeculatorSpec(
-                name=name,
-                planner=PLANNER,
-                drafter="deepinfer_speculative.dspark.drafter:DSparkDrafter",
-                verifier=RATIO,
-                options=(*PLANNING, "draft_sampling", "draft_candidates", "draft_head"),
-                architectures=DSPARK,
-            )
-            for name in ("dspark", "dspark-demo")
+        SpeculatorSpec(
+            name="dspark",
+            planner=PLANNER,
+            drafter="deepinfer_speculative.dspark.drafter:DSparkDrafter",
+            verifier=RATIO,
+            options=(*PLANNING, *DRAWING, "draft_head"),
+            architectures=("Qwen3DSparkModel", "LlamaDSparkModel"),
+        ),
+        SpeculatorSpec(
+            name="mtp",
+            planner=PLANNER,
+            drafter="deepinfer_speculative.dspark.v41:CarriedDrafter",
+            verifier=RATIO,
+            options=(*PLANNING, *DRAWING),
+            carried=("dspark_block_size",),
         ),
     ]

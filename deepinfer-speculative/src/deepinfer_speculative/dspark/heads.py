@@ -3,20 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from deepinfer_speculative.dspark.backbone import Backbone
+    from deepinfer.layers import Linear
+
+
+class HeadShape(Protocol):
+    """``rank`` of the Markov head, 0 without one; ``confident``: there is a confidence head, which
+    reads the Markov embedding too if ``confident_markov``.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def confident(self) -> bool: ...
+    @property
+    def confident_markov(self) -> bool: ...
+
+
+class Headed(Protocol):
+    """A draft model as the heads read it: ``head`` to the vocabulary, ``w1``, ``w2`` and ``sure``
+    (the confidence projection); ``dtype`` of activations, None: the weights' own.
+    """
+
+    ops: Any
+    head: Linear
+    w1: Linear
+    w2: Linear
+    sure: Linear
+    dtype: torch.dtype | None
+
+    @property
+    def config(self) -> HeadShape: ...
+
 
 Pick = Callable[[int, Tensor], Tensor]
 """(k, logits float32[R, V]) to the ids int64[R] of draft k + 1; ties to the lowest id."""
 
 
 def draft_steps(
-    model: Backbone, base: Tensor, anchors: Tensor, pick: Pick, candidates: int = 0
+    model: Headed, base: Tensor, anchors: Tensor, pick: Pick, candidates: int = 0
 ) -> tuple[Tensor, Tensor | None]:
     """γ drafts, each corrected by the one before it: ``logits_k = U_k + W1[x_{k−1}]·W2ᵀ``.
 
@@ -44,7 +74,7 @@ def draft_steps(
 class _Candidates:
     """The best ids of each row of U, and the rows of W2 that correct them."""
 
-    def __init__(self, model: Backbone, base: Tensor, count: int) -> None:
+    def __init__(self, model: Headed, base: Tensor, count: int) -> None:
         rows, gamma, self._vocab = base.shape
         self._base, self._ids = base.topk(count, dim=2)
         table = model.ops.embedding(self._ids.flatten(), model.w2.weight)
@@ -57,7 +87,7 @@ class _Candidates:
         return torch.scatter(full, 1, self._ids[:, k], values)
 
 
-def confidence_logits(model: Backbone, hidden: Tensor, embeddings: Tensor | None) -> Tensor | None:
+def confidence_logits(model: Headed, hidden: Tensor, embeddings: Tensor | None) -> Tensor | None:
     """float32[R, γ]: ``w·[h_k ; W1[x_{k−1}]] + b``, in float32; None without the head.
 
     hidden [R, γ, H] behind the final norm; embeddings [R, γ, r].
@@ -73,6 +103,6 @@ def confidence_logits(model: Backbone, hidden: Tensor, embeddings: Tensor | None
     return z if model.sure.bias is None else z + model.sure.bias.float()
 
 
-def _wide(model: Backbone, rows: Tensor) -> Tensor:
+def _wide(model: Headed, rows: Tensor) -> Tensor:
     """In the type that activations have."""
     return rows if model.dtype is None else rows.to(model.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
 
 from deepinfer_speculative.dspark.save import draft_config, save_draft
-from deepinfer_speculative.train.answers import AnswerPlan, Texts, read_prompts, write_answers
+from deepinfer_speculative.train.answers import AnswerPlan, Texts, read_prompts, write_waves
 from deepinfer_speculative.train.data import Pool
 from deepinfer_speculative.train.evaluate import fit, summary, walk
-from deepinfer_speculative.train.loop import TrainPlan, train
+from deepinfer_speculative.train.loop import TrainPlan, planned_steps, timed_steps, train
 from deepinfer_speculative.train.network import Network
 from deepinfer_speculative.train.target import Target
 
@@ -48,6 +49,12 @@ Tell = Callable[[str], None]
 @click.option("--own", default=0, help="Prompts that the target writes itself.")
 @click.option("--max-tokens", default=384, help="Of an answer.")
 @click.option("--limit", default=0, help="Prompts of each file; 0 is all.")
+@click.option(
+    "--answer-seconds", default=0.0, help="Go on with more sampled answers for so long; 0: no."
+)
+@click.option(
+    "--train-seconds", default=0.0, help="Choose the steps by time in place of --steps; 0: no."
+)
 @click.option("--seed", default=0, help="Of everything.")
 @click.option("--device", default="cpu", help="cpu or cuda, of training and of the engine.")
 @click.option(
@@ -94,9 +101,16 @@ def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     learn = np.flatnonzero(~texts.held)
     names = ("steps", "batch", "anchors", "lr", "seed")
     plan = TrainPlan(**{name: options[name] for name in names})
+    state = out / "state.pt"
     pool = Pool(texts, learn, target, network.config.taps, options["keep_states"])
     clock.stamp("states")
-    history = train(network, pool, target.head, plan, out / "state.pt", tell)
+    if options["train_seconds"]:
+        other = Network(raw, target.embed, target.norm, options["seed"])
+        steps = planned_steps(state) or timed_steps(
+            other, pool, target.head, plan, options["train_seconds"]
+        )
+        plan = replace(plan, steps=steps)
+    history = train(network, pool, target.head, plan, state, tell)
     del pool
     clock.stamp("training")
     judged, temperatures = judge(network, texts, target, options["evaluate"])
@@ -106,6 +120,7 @@ def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
         "target_fingerprint": checkpoint.fingerprint(),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in options.items()
                     if k not in ("prompts", "out")},
+        "steps": plan.steps,
         "texts": _counts(texts),
         "parameters": sum(p.numel() for p in network.parameters()),
         "seconds": clock.seconds,
@@ -162,7 +177,7 @@ def _texts(options: dict[str, Any], out: Path, tell: Tell) -> Texts:
     cuda = options["device"].startswith("cuda")
     more = {"device": "cuda", "dtype": options["dtype"], "max_num_seqs": 512} if cuda else {}
     with LLM(options["target"], max_model_len=1024, **more) as llm:
-        texts = write_answers(llm, prompts, plan)
+        texts = write_waves(llm, prompts, plan, options["answer_seconds"])
     texts.save(path)
     tell(f"{len(texts)} texts, {len(texts.tokens)} tokens")
     return texts

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,7 +33,8 @@ class AnswerPlan:
 
     ``samples`` answers at temperature 1 and one greedy answer to every prompt, of at most
     ``max_tokens``; ``own`` prompts of the target's, each with one answer of both kinds.
-    ``max_prompt``: longer prompts are left out. ``limit``: prompts of each file; 0 all.
+    ``max_prompt``: longer prompts are left out. ``limit``: prompts of each file; 0 all. ``greedy``:
+    False leaves the greedy answers to given prompts out.
     """
 
     samples: int = 3
@@ -40,6 +42,7 @@ class AnswerPlan:
     max_tokens: int = 384
     max_prompt: int = 384
     limit: int = 0
+    greedy: bool = True
     seed: int = 0
 
 
@@ -82,6 +85,42 @@ class Texts:
         return cls(**found)
 
 
+def joined(parts: Sequence[Texts]) -> Texts:
+    """Several sets of texts as one."""
+    tasks = tuple(sorted({task for part in parts for task in part.tasks}))
+    places = [np.array([tasks.index(task) for task in part.tasks], np.int32) for part in parts]
+    lengths = np.concatenate([np.diff(part.start) for part in parts])
+
+    def of(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    return Texts(
+        tokens=of("tokens"),
+        start=np.concatenate([[0], np.cumsum(lengths)]),
+        prompt=of("prompt"),
+        hot=of("hot"),
+        held=of("held"),
+        task=np.concatenate([p[part.task] for p, part in zip(places, parts, strict=True)]),
+        tasks=tasks,
+    )
+
+
+def write_waves(
+    llm: LLM, prompts: Sequence[tuple[str, str]], plan: AnswerPlan, seconds: float
+) -> Texts:
+    """Answers by :func:`write_answers`, and as many more sampled ones as time allows."""
+    began = last = time.perf_counter()
+    parts = [write_answers(llm, prompts, plan)]
+    while plan.samples or plan.own:
+        now = time.perf_counter()
+        if now - began + 1.1 * (now - last) > seconds:
+            break
+        last = now
+        again = replace(plan, greedy=False, seed=plan.seed + len(parts))
+        parts.append(write_answers(llm, prompts, again))
+    return joined(parts)
+
+
 def held_out(prompt: str) -> bool:
     """A tenth of all prompts, by their hash: the same ones whatever else is in a set."""
     digest = hashlib.sha256(prompt.encode()).digest()
@@ -112,7 +151,7 @@ def write_answers(llm: LLM, prompts: Sequence[tuple[str, str]], plan: AnswerPlan
 
     made = _Maker()
     talks = [[{"role": "user", "content": prompt}] for _, prompt in prompts]
-    ways = [0.0] + [1.0] * plan.samples
+    ways = [0.0] * plan.greedy + [1.0] * plan.samples
     jobs = [(i, t, k) for i in range(len(talks)) for k, t in enumerate(ways)]
     rows = llm.chat(
         [talks[i] for i, _, _ in jobs],

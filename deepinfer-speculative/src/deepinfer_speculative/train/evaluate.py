@@ -53,8 +53,8 @@ def walk(
             rows.append((stood, could, emitted, int(pool.texts.task[index]), logits[at]))
             at += stood + 1
     columns = tuple(zip(*rows, strict=True))
-    numbers = [np.array(columns[i], np.int64) for i in range(4)]
-    return Rounds(*numbers[:3], np.stack(columns[4]), numbers[3])
+    accepted, possible, tokens, tasks = (np.array(columns[i], np.int64) for i in range(4))
+    return Rounds(accepted, possible, tokens, np.stack(columns[4]), tasks)
 
 
 def _text(

@@ -35,6 +35,35 @@ class TrainPlan:
     seed: int = 0
 
 
+def timed_steps(network: Network, pool: Pool, head: Tensor, plan: TrainPlan, seconds: float) -> int:
+    """How many steps of this plan take so long; trains ``network``, which is thrown away then."""
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+    warm, count = 4, 12
+    for step in range(warm + count):
+        if step == warm:
+            _wait(head)
+            began = time.perf_counter()
+        found = losses(network, pool.batch(step, plan.batch, plan.anchors, plan.seed), head)
+        optimizer.zero_grad(set_to_none=True)
+        found.total.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    _wait(head)
+    each = (time.perf_counter() - began) / count
+    return max(1, int((seconds - each * (warm + count)) / each))
+
+
+def _wait(on: Tensor) -> None:
+    if on.device.type == "cuda":
+        torch.cuda.synchronize(on.device)
+
+
+def planned_steps(state: Path) -> int | None:
+    """The steps of the run that left this state; None without one."""
+    if not state.is_file():
+        return None
+    return int(torch.load(state, map_location="cpu", weights_only=True)["plan"]["steps"])
+
+
 def rate(step: int, plan: TrainPlan) -> float:
     """The learning rate of a step: up over 4 %, then down along a cosine to 0."""
     warm = max(1, round(WARM * plan.steps))

@@ -72,7 +72,11 @@ class DeepseekV41Model:
             cos_sin = self._yarn if self.config.ratios[index] else self._plain
             flow = layer(flow, kv, cos_sin, late)
             if not len(flow.x):
-                return flow.x.new_zeros((len(batch.ids), self.config.hidden_size))
+                nothing = flow.x.new_zeros((len(batch.ids), self.config.hidden_size))
+                if taps is not None:
+                    for later in (tap for tap in taps.layers if tap > index):
+                        taps.put(later, nothing)
+                return nothing
         return self._spread(batch, flow, self.ops.hyper_collapse(flow.x, flow.pre))
 
     def see(self, pixels: Tensor) -> Tensor:

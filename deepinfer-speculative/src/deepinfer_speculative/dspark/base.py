@@ -1,0 +1,164 @@
+"""What drafters of blocks share: how ids are picked, confidences, and who gets a step's rows.
+
+A drafter of a kind adds how its context is written and how a block becomes hidden rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepinfer.api.sampler import SampleRows
+from deepinfer.api.speculative import Drafts
+from deepinfer.errors import ConfigError
+from deepinfer.sampling.philox import DRAFT, gumbel
+from torch import Tensor
+
+from deepinfer_speculative.allocation import SlotSurvival
+from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
+from deepinfer_speculative.options import take
+from deepinfer_speculative.ratio import round_seed
+
+if TYPE_CHECKING:
+    from deepinfer.api.model import KVPools
+    from deepinfer.api.speculative import DrafterContext, DrafterTarget, SlotView, StepTaps
+
+    from deepinfer_speculative.dspark.calibrated import Temperatures
+    from deepinfer_speculative.dspark.heads import Headed
+
+
+class BlockDrafter(ABC):
+    """Drafts a block from the target's hidden states.
+
+    Options: ``draft_sampling``: ``coupled`` (usual): where the request samples, drafts are drawn
+    with its temperature and filters and, under the exact rule, its own noise, so that the draft is
+    what the target will likely draw; ``greedy``: always the best id. ``draft_candidates``: only so
+    many best ids of each position are corrected by the Markov head, and others never drafted; 0
+    (usual) is all.
+
+    Args:
+        block: the trained block, which always runs whole; drafts are its first rows.
+        model: the heads.
+    """
+
+    def __init__(
+        self,
+        context: DrafterContext,
+        target: DrafterTarget,
+        block: int,
+        model: Headed,
+        temperatures: Temperatures,
+    ) -> None:
+        options = context.options
+        self.draft_len, self._model = context.draft_length(block), model
+        sampling = take(options, "draft_sampling", str, "coupled", among=("coupled", "greedy"))
+        self._greedy = sampling == "greedy"
+        self._candidates = take(options, "draft_candidates", int, 0, least=0)
+        if self._candidates and not model.config.rank:
+            raise ConfigError(
+                "speculative: draft_candidates chooses what a Markov head corrects, and this draft "
+                "has none.",
+                setting="speculative",
+            )
+        self._sampler = target.sampler
+        self._survival = SlotSurvival(context.max_num_seqs, self.draft_len, target.device)
+        self._temperatures = temperatures
+        self._independent = context.acceptance == "ratio" and not self._greedy
+        self._proposals: Tensor | None = None
+        self._kv: KVPools | None = None
+        self._slots: SlotView | None = None
+
+    @abstractmethod
+    def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
+        """Context of the step's rows into the pages; slots int64[T], −1 writes nothing."""
+
+    @abstractmethod
+    def hidden(
+        self, anchors: Tensor, slots: Tensor, view: SlotView, kv: KVPools
+    ) -> tuple[Tensor, Tensor]:
+        """([R, γ, H] for the vocabulary head, [R, γ, H] for the confidence head), R >= 1."""
+
+    def bind(self, kv: KVPools, slots: SlotView) -> None:
+        """The pages of the draft's layers, and the texts."""
+        self._kv, self._slots = kv, slots
+
+    def allot(self, slots: Tensor, eligible: Tensor, k: int) -> Tensor:
+        """The drafts that most likely stand."""
+        return self._survival.allot(slots, eligible, k)
+
+    def commit(self, taps: StepTaps | None, kept: Tensor) -> None:
+        """Context of rows that are text now."""
+        if taps is None or not len(kept):
+            return
+        assert self._kv is not None, "bind comes first"
+        self.write(taps, torch.where(kept, taps.batch.kv_slots, -1), self._kv)
+
+    def propose(self, anchors: Tensor, slots: Tensor) -> Drafts:
+        """int64[R, γ] with calibrated confidences."""
+        if not len(slots):
+            return Drafts(anchors.new_zeros((0, self.draft_len)), None)
+        assert self._kv is not None and self._slots is not None, "bind comes first"
+        model, gamma = self._model, self.draft_len
+        rows, sure = self.hidden(anchors, slots, self._slots, self._kv)
+        base: Tensor = model.head(rows.flatten(0, 1), torch.float32)
+        base = base.view(len(slots), gamma, -1)
+        picks = self._picks(slots, self._slots)
+        ids, embeddings = draft_steps(model, base, anchors, picks, self._candidates)
+        z = confidence_logits(model, sure, embeddings)
+        confidence = None
+        if z is not None:
+            confidence = self._temperatures.confidence(z, self._slots.temperature[slots])
+        self._survival.put(slots, confidence)
+        return Drafts(ids, confidence)
+
+    def proposal(self, slots: Tensor) -> Tensor | None:
+        """What the last drafts of these slots were drawn from; None where all were best ids."""
+        return None if self._proposals is None else self._proposals[slots]
+
+    def _picks(self, slots: Tensor, view: SlotView) -> Any:
+        """(k, logits float32[R, V]) to int64[R]: each draft as the request would draw it."""
+        rows = self._rows_of(slots, view)
+
+        def pick(k: int, logits: Tensor) -> Tensor:
+            mine = replace(rows, position=rows.position + k)
+            if not self._independent:
+                return self._sampler(logits, mine)
+            q = self._sampler.probs(logits, mine)
+            self._keep(k, slots, q)
+            noise = gumbel(
+                round_seed(rows.seed, rows.position - 1), mine.position, q.shape[1], DRAFT
+            )
+            return (q.log() + noise).argmax(1)
+
+        return pick
+
+    def _rows_of(self, slots: Tensor, view: SlotView) -> SampleRows:
+        """The requests' parameters; positions are those of the first draft."""
+        temperature = view.temperature[slots]
+        if self._greedy:
+            temperature = torch.zeros_like(temperature)
+        top_k, top_p, min_p = view.top_k[slots], view.top_p[slots], view.min_p[slots]
+        greedy, filtered = self._greedy, not self._greedy
+        if slots.device.type == "cpu" and not greedy:  # looking at values costs nothing here
+            greedy = not bool(temperature.any())
+            filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
+        return SampleRows(
+            slot=slots,
+            position=view.length[slots],
+            seed=view.seed[slots],
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            filtered=filtered,
+            greedy=greedy,
+        )
+
+    def _keep(self, k: int, slots: Tensor, q: Tensor) -> None:
+        """q float32[R, V]: what draft k + 1 was drawn from."""
+        if self._proposals is None:
+            shape = (len(self._survival.table), self.draft_len, q.shape[1])
+            self._proposals = torch.zeros(shape, dtype=torch.float32, device=q.device)
+        self._proposals[slots, k] = q

@@ -1,0 +1,76 @@
+"""A trained DSpark draft under the 300 random loads: ids and logprobs bit for bit."""
+
+from dataclasses import replace
+
+import bench_rig
+import pytest
+from bench_rig import Bench, requests_of
+from deepinfer_speculative.dspark.drafter import DSparkDrafter
+from dspark_rig import trained
+
+MODES = ("static", "cap", "adaptive")
+FOLDER = []
+
+
+class Learnt(DSparkDrafter):
+    """The trained draft, whatever the configuration names."""
+
+    def __init__(self, context, target):
+        super().__init__(self.mine(context), target)
+
+    @classmethod
+    def needs(cls, context):
+        return super().needs(cls.mine(context))
+
+    @staticmethod
+    def mine(context):
+        how = "greedy" if context.options["seed"] % 4 == 3 else "coupled"
+        some = 24 if context.options["seed"] % 5 == 4 else 0
+        options = {"draft_sampling": how, "draft_candidates": some}
+        return replace(context, model=str(FOLDER[-1]), options=options)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    target, draft, _ = trained(tmp_path_factory.mktemp("learnt"))
+    FOLDER.append(draft)
+    bench_rig.Learnt = Learnt
+    yield target
+    del bench_rig.Learnt
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "numbers",
+    [range(8), pytest.param(range(8, 150), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_the_text_is_the_same(tiny, dtype, numbers):
+    offset = 150 if dtype == "bfloat16" else 0
+    accepted = preempted = 0
+    with Bench(tiny, dtype=dtype, enable_prefix_caching=False) as plain:
+        for number in (n + offset for n in numbers):
+            requests = requests_of(number)
+            right = plain.run(requests)
+            longest = max(-(-r.limit // 16) for r in requests)
+            with Bench(
+                tiny,
+                drafter="Learnt",
+                mode=MODES[number // 3 % 3],
+                gamma=1 + number % 5,
+                seed=number,
+                dtype=dtype,
+                pages=longest + number % 3,
+                max_num_seqs=1 + number % 6,
+                max_num_batched_tokens=8 + 5 * (number % 4),
+                overlap=number % 4 != 0,
+            ) as speculating:
+                got = speculating.run(requests, arrivals=number)
+            for request in requests:
+                name = request.id
+                if right[name][2] == "error":
+                    assert got[name][2] == "error", (number, name)
+                assert got[name][:3] == right[name][:3], (number, name)
+                accepted += got[name][3].accepted
+                preempted += got[name][3].preemptions
+    assert accepted > len(numbers) // 2 and preempted > 0
