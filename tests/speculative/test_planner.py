@@ -156,10 +156,10 @@ def test_where_drafting_does_not_pay_it_stops_and_tries_again_ever_more_rarely(t
 
 @pytest.mark.parametrize("stand", [0.05, 0.4, 0.9])
 @pytest.mark.parametrize("requests", [1, 4, 16, 64])
-@pytest.mark.parametrize("row", [0.0001, 0.001, 0.004])
+@pytest.mark.parametrize("row", [0.0001, 0.004])
 def test_adaptive_is_about_the_best_of_off_and_all_fixed_lengths(tmp_path, stand, requests, row):
     device = Device(base=0.01, row=row, draft=0.002)
-    engine = Engine(Planner(context(tmp_path, device)), device, requests, stand).run(800)
+    engine = Engine(Planner(context(tmp_path, device)), device, requests, stand).run(1500)
     fixed = [requests / device.took(requests, False)]
     for length in range(1, GAMMA + 1):
         tokens = requests * (1 + sum(stand**j for j in range(1, length + 1)))
@@ -169,7 +169,7 @@ def test_adaptive_is_about_the_best_of_off_and_all_fixed_lengths(tmp_path, stand
 
 
 def test_another_load_makes_it_try_at_once(tmp_path):
-    device = Device(base=0.01, row=0.003, draft=0.001)
+    device = Device(base=0.01, row=0.003, draft=0.02)
     planner = Planner(context(tmp_path, device))
     engine = Engine(planner, device, requests=64, stand=0.7).run(400)
     assert not engine.choices[-1].propose

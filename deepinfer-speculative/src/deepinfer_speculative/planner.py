@@ -39,6 +39,11 @@ TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""
 RETURN: Final = 1.03
 """Drafting comes back where it promises so much more than steps without."""
+WORTH: Final = 0.985
+"""It stops where it gives less than this share of what steps without give, of late: drafts of some
+methods come in bursts, and looking for them costs little."""
+MEMORY: Final = 16
+"""Steps that "of late" means."""
 
 
 class Planner:
@@ -68,6 +73,8 @@ class Planner:
         self._since = 0
         self._trial = TRIAL
         self._load = 0
+        self._edge = 1.0
+        self._edges = 0
         self.counts = {"steps": 0, "steps_with_drafts": 0, "steps_without_drafting": 0, "rows": 0}
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
@@ -114,6 +121,9 @@ class Planner:
         seconds *= self._pace.ratio[True]
         rate = throughput(gains, len(facts.decoding) + facts.emitting, np.maximum(seconds, 1e-9))
         rows = causal_rows(rate) if self._causal else best_rows(rate, self._min_gain)
+        if self._trial and self._mode == "adaptive":
+            few = -(-len(facts.decoding) // 4)
+            rows = max(rows, min(len(gains), few))  # a trial has to show something
         if not self._proposed:
             rows = 0  # there are none
         if self._mode == "cap":
@@ -146,21 +156,23 @@ class Planner:
     def _switch(self, on: float, off: float, requests: int) -> bool:
         """Stop and come back, with trials that become rarer while they do not pay."""
         self._since += 1
-        if self._drafting:
-            if self._trial > 0:
-                self._trial -= 1
-                return True
-            if on >= off:
-                self._wait = FIRST_WAIT
-                return True
-            self._drafting, self._since, self._load = False, 0, requests
-            return False
         changed = abs(requests - self._load) > 0.25 * self._load
         if changed:
-            self._wait, self._load = FIRST_WAIT, requests
+            self._wait, self._load, self._edges = FIRST_WAIT, requests, 0
+        if self._drafting:
+            if self._trial:
+                self._trial -= 1
+                return True  # what was expected before anything was seen is no measure
+            self._edges += 1
+            self._edge += (on / off - self._edge) / min(self._edges, MEMORY)
+            if self._edge >= WORTH:
+                self._wait = FIRST_WAIT
+                return True
+            self._drafting, self._since = False, 0
+            return False
         if self._since >= self._wait or (changed and on > RETURN * off):
             self._wait = min(2 * self._wait, LONGEST_WAIT)
-            self._drafting, self._trial = True, TRIAL
+            self._drafting, self._trial, self._edges = True, TRIAL, 0
         return self._drafting
 
 
