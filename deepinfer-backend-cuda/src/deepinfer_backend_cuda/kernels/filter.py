@@ -38,22 +38,23 @@ def _weight(z, peak, t):
 @triton.jit
 def _reaching(z_ptr, V, floor, first, second, third, peak, t, WEIGHTS: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
-    """How many ids, or WEIGHTS: what weight, has an order of at least ``first``, …; int64 each.
-    Ids below ``floor`` do not count.
+    """How many ids, or WEIGHTS: what weight, has an order of at least ``first``, …, which ascend;
+    int64 each. Ids below ``floor`` do not count.
     """
     one = tl.zeros((), tl.int64)
     two = tl.zeros((), tl.int64)
     three = tl.zeros((), tl.int64)
     for at in tl.range(0, V, BLOCK):
         _, mask, z, order = _scores(z_ptr, at, V, BLOCK)
-        mask = mask & (order >= floor)
-        if WEIGHTS:
-            each = (_weight(z, peak, t) * UNIT).to(tl.int64)
-        else:
-            each = tl.full((BLOCK,), 1, tl.int64)
-        one += tl.sum(tl.where(mask & (order >= first), each, 0), 0)
-        two += tl.sum(tl.where(mask & (order >= second), each, 0), 0)
-        three += tl.sum(tl.where(mask & (order >= third), each, 0), 0)
+        mask = mask & (order >= floor) & (order >= first)
+        if tl.max(mask.to(tl.int32), 0) > 0:  # most blocks have none of the few best
+            if WEIGHTS:
+                each = (_weight(z, peak, t) * UNIT).to(tl.int64)
+            else:
+                each = tl.full((BLOCK,), 1, tl.int64)
+            one += tl.sum(tl.where(mask, each, 0), 0)
+            two += tl.sum(tl.where(mask & (order >= second), each, 0), 0)
+            three += tl.sum(tl.where(mask & (order >= third), each, 0), 0)
     return one, two, three
 
 
@@ -82,8 +83,10 @@ def _tied(z_ptr, V, order_of, peak, t, BLOCK: tl.constexpr):
     found = tl.zeros((), tl.int64)
     for at in tl.range(0, V, BLOCK):
         _, mask, z, order = _scores(z_ptr, at, V, BLOCK)
-        each = (_weight(z, peak, t) * UNIT).to(tl.int64)
-        found = tl.maximum(found, tl.max(tl.where(mask & (order == order_of), each, 0), 0))
+        mask = mask & (order == order_of)
+        if tl.max(mask.to(tl.int32), 0) > 0:
+            each = (_weight(z, peak, t) * UNIT).to(tl.int64)
+            found = tl.maximum(found, tl.max(tl.where(mask, each, 0), 0))
     return found
 
 
@@ -109,11 +112,11 @@ def filter_kernel(
             peak = tl.maximum(peak, tl.max(z, 0))
         if (k > 0) & (k < V):
             cut = _worst(z_ptr, V, cut, k.to(tl.int64), peak, t, False, BLOCK)
-            more, _, _ = _reaching(z_ptr, V, cut, cut + 1, cut, cut, peak, t, False, BLOCK)
+            more, _, _ = _reaching(z_ptr, V, cut, cut + 1, cut + 1, cut + 1, peak, t, False, BLOCK)
             stay = k.to(tl.int64) - more
         if p < 1.0:
             # The sum over the k best: those above the cut, and those of its equals that stay.
-            above, _, _ = _reaching(z_ptr, V, cut, cut + 1, cut, cut, peak, t, True, BLOCK)
+            above, _, _ = _reaching(z_ptr, V, cut, cut + 1, cut + 1, cut + 1, peak, t, True, BLOCK)
             equals = _tied(z_ptr, V, cut, peak, t, BLOCK)
             whole, _, _ = _reaching(z_ptr, V, cut, cut, cut, cut, peak, t, True, BLOCK)
             total = tl.minimum(above + equals * stay, whole)
@@ -122,7 +125,7 @@ def filter_kernel(
             if worst > cut:
                 cut = worst
                 stay = tl.zeros((), tl.int64) + V
-            above, _, _ = _reaching(z_ptr, V, cut, cut + 1, cut, cut, peak, t, True, BLOCK)
+            above, _, _ = _reaching(z_ptr, V, cut, cut + 1, cut + 1, cut + 1, peak, t, True, BLOCK)
             equals = _tied(z_ptr, V, cut, peak, t, BLOCK)
             want = (least - above.to(tl.float64)) / tl.maximum(equals, 1).to(tl.float64)
             stay = tl.minimum(stay, tl.maximum(tl.ceil(want).to(tl.int64), 1))
