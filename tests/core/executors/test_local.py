@@ -16,6 +16,7 @@ from deepinfer.errors import ConfigError, EngineClosedError, KVCacheTooSmallErro
 from deepinfer.executors.local import LocalExecutor
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
+from deepinfer.ops.backend import CPUDevice
 from deepinfer.plugins import PluginManager, Wanted
 from deepinfer.testing.tiny import write_tiny_checkpoint
 
@@ -221,6 +222,18 @@ def start(tiny, **arguments):
         return executor.start(config, resolution_of(config))
     finally:
         executor.close()
+
+
+def test_what_a_device_says_of_its_time_is_among_the_times(tiny, monkeypatch):
+    """Of the start, and again of all so far."""
+    spent = {"kernels compiled": 2.0}
+    monkeypatch.setattr(CPUDevice, "seconds", spent, raising=False)
+    executor, config = LocalExecutor(), config_of(tiny)
+    executor.start(config, resolution_of(config))
+    assert executor.startup["kernels compiled"] == 2.0
+    spent["kernels compiled"] = 3.0
+    assert executor.call("profile")[0]["kernels compiled"] == 3.0
+    executor.close()
 
 
 def test_kv_memory_as_given(tiny):

@@ -109,7 +109,10 @@ class Host:
             with _phase(times, "weights"):
                 loaded = _load(config, resolution, checkpoint, backend, device)
             with _phase(times, "kv"):
-                return cls._equip(config, resolution, loaded, checkpoint, (backend, device), times)
+                where = backend, device
+                host = cls._equip(config, resolution, loaded, checkpoint, where, times)
+            times.update(getattr(device, "seconds", {}))
+            return host
         except BaseException:
             device.close()
             raise
