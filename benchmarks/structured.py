@@ -72,7 +72,7 @@ def masks(llm: LLM, batch: int) -> dict[str, object]:
     # A free array of strings keeps every row busy until its limit.
     rule = {"schema_type": "json", "schema": {"type": "array", "items": {"type": "string"}}}
     params = [
-        SamplingParams(so_args=rule, max_tokens=48, temperature=1.0, seed=i) for i in range(batch)
+        SamplingParams(so_args=rule, max_tokens=24, temperature=1.0, seed=i) for i in range(batch)
     ]
     prompts = [PROMPT.format(i) for i in range(batch)]
     llm.generate(prompts[:1], params[:1])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _REMEMBERED: Final = 256  # sources and refusals
 _LARGE: Final = 100_000  # characters of a grammar of ours that may take many seconds to compile
-_MANY: Final = 256  # rules of ours beyond which masks are made when a text first needs them
+_MANY: Final = 64  # rules of ours beyond which masks are made when a text first needs them
 
 
 class XGrammarBackend:
@@ -95,7 +95,7 @@ class XGrammarBackend:
         grammar = None if text is None else self._read(text)
         if grammar is None:
             grammar, text = self._compile(source, spec.schema_type)
-            if self._disk is not None:
+            if self._disk is not None and not self._lazy(source):  # to write is to make all masks
                 self._disk.put(name, text or grammar.serialize_json())
         texts = self._texts(source) if source.tag else None
         compiled = Compiled(grammar, source.loose, texts)
@@ -117,7 +117,7 @@ class XGrammarBackend:
         All masks that the vocabulary alone decides are made here, beside the steps: some
         milliseconds a rule. Of a grammar of very many rules that would take too long.
         """
-        lazy = not source.foreign and source.text.count("\n") > _MANY
+        lazy = self._lazy(source)
         if source.foreign or (len(source.text) > _LARGE and not lazy):
             text = self._compile_apart(source, kind)
             return self._read(text), text
@@ -135,6 +135,10 @@ class XGrammarBackend:
             raise InvalidRequestError(
                 f"xgrammar refuses this {kind}: {reason(why)}.", setting="so_args.schema"
             ) from why
+
+    def _lazy(self, source: Source) -> bool:
+        """Masks are made when a text first needs them, under the device's work."""
+        return not source.foreign and source.text.count("\n") > _MANY
 
     def _compile_apart(self, source: Source, kind: str) -> str:
         task = frames.TAG if source.tag else frames.GRAMMAR

@@ -1,7 +1,7 @@
 """The other process: compiles foreign grammars and validates texts, where it can be ended.
 
-Where you are: on the far side of ``processes.py``, which starts this with ``main`` and kills it when
-a grammar takes too long. xgrammar's compiler cannot be interrupted, and neither can a regular
+Where you are: on the far side of ``processes.py``, which starts this with ``main`` and kills it
+when a grammar takes too long. xgrammar's compiler cannot be interrupted, and neither can a regular
 expression of Python's that goes back and forth without end.
 """
 
