@@ -69,15 +69,15 @@ class Steps:
         monkeypatch.setattr(base.BlockDrafter, "propose", watched_propose)
 
 
-@pytest.mark.parametrize("chunk", [512, 7])
-def test_drafts_are_the_recorded_ones(golden, monkeypatch, chunk):
+@pytest.mark.parametrize("chunk, prompts", [(512, PROMPTS), (7, PROMPTS[:2])])
+def test_drafts_are_the_recorded_ones(golden, monkeypatch, chunk, prompts):
     """Tokens, both kinds of logits and confidences, of every round whose text was recorded."""
     steps = Steps(monkeypatch)
-    asked = {name: golden[f"{name}/ids"].tolist() for name in PROMPTS}
+    asked = {name: golden[f"{name}/ids"].tolist() for name in prompts}
     more = {"max_num_batched_tokens": chunk, "yoco_prefill_truncation_mode": "off"}
     with engine(dtype="float32", **more) as llm:
         ask(llm, list(asked.values()), 25)
-    wrong, compared = dict.fromkeys(PROMPTS, 0), dict.fromkeys(PROMPTS, 0)
+    wrong, compared = dict.fromkeys(prompts, 0), dict.fromkeys(prompts, 0)
     for text, head, logits, ids, sure in steps.found:
         name = next(n for n, prompt in asked.items() if text[: len(prompt)] == prompt)
         at, s = f"{name}/f32/draft", len(text) - len(asked[name]) - 1
@@ -92,10 +92,9 @@ def test_drafts_are_the_recorded_ones(golden, monkeypatch, chunk):
         compared[name] += 1
         wrong[name] += not (close and ids.tolist() == golden[f"{at}/tokens"][s, 1:].tolist())
     assert min(compared.values()) > 12
-    # Eight-bit codes of the target that flip in the last bit move a window of drafts with them
-    # (the golden README has the shares of such rows): none in the short prompts, a few in p200.
-    assert wrong["p31"] <= 1 and wrong["p33"] <= 1 and wrong["p200"] <= 10, (wrong, compared)
-    print(wrong, compared)
+    # An eight-bit code of the target that flips in the last bit moves a window of drafts with it
+    # (the golden README has the shares of such rows): in p200 there may be one.
+    assert wrong.pop("p200", 0) <= 2 and not any(wrong.values()), wrong
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

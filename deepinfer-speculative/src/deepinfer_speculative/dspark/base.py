@@ -38,6 +38,9 @@ class BlockDrafter(ABC):
     many best ids of each position are corrected by the Markov head, and others never drafted; 0
     (usual) is all.
 
+    Under the ratio rule, ``coupled`` drafts have noise of their own, and what they were drawn from
+    is kept: float32[max_num_seqs, γ, V].
+
     Args:
         block: the trained block, which always runs whole; drafts are its first rows.
         model: the heads.
@@ -65,8 +68,12 @@ class BlockDrafter(ABC):
         self._sampler = target.sampler
         self._survival = SlotSurvival(context.max_num_seqs, self.draft_len, target.device)
         self._temperatures = temperatures
-        self._independent = context.acceptance == "ratio" and not self._greedy
         self._proposals: Tensor | None = None
+        if (
+            context.acceptance == "ratio" and not self._greedy
+        ):  # the ratio rule asks what the drafts were drawn from
+            shape = (context.max_num_seqs, self.draft_len, context.config.vocab_size)
+            self._proposals = torch.zeros(shape, dtype=torch.float32, device=target.device)
         self._kv: KVPools | None = None
         self._slots: SlotView | None = None
 
@@ -123,10 +130,10 @@ class BlockDrafter(ABC):
 
         def pick(k: int, logits: Tensor) -> Tensor:
             mine = replace(rows, position=rows.position + k)
-            if not self._independent:
+            if self._proposals is None:
                 return self._sampler(logits, mine)
             q = self._sampler.probs(logits, mine)
-            self._keep(k, slots, q)
+            self._proposals[slots, k] = q
             noise = gumbel(
                 round_seed(rows.seed, rows.position - 1), mine.position, q.shape[1], DRAFT
             )
@@ -155,10 +162,3 @@ class BlockDrafter(ABC):
             filtered=filtered,
             greedy=greedy,
         )
-
-    def _keep(self, k: int, slots: Tensor, q: Tensor) -> None:
-        """q float32[R, V]: what draft k + 1 was drawn from."""
-        if self._proposals is None:
-            shape = (len(self._survival.table), self.draft_len, q.shape[1])
-            self._proposals = torch.zeros(shape, dtype=torch.float32, device=q.device)
-        self._proposals[slots, k] = q

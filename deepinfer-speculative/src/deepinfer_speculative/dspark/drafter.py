@@ -57,7 +57,7 @@ class DSparkDrafter(BlockDrafter):
     @classmethod
     def needs(cls, context: DrafterContext) -> DraftNeeds:
         """Hidden rows of the trained layers, and keys and values of the draft's own layers."""
-        _, config = _open(context)
+        checkpoint, config = _open(context)
         shape, itemsize = config.shape, context.dtype.itemsize
         group = KVGroup(
             name="dspark",
@@ -71,7 +71,8 @@ class DSparkDrafter(BlockDrafter):
         return DraftNeeds(
             draft_len=context.draft_length(config.block),
             taps=config.taps,
-            kv=KVSpec((group,), f"dspark-{itemsize}"),
+            # Of another draft's keys and values none may be found.
+            kv=KVSpec((group,), f"dspark-{itemsize}-{checkpoint.fingerprint()[:16]}"),
             weight_bytes=weight_bytes(rules, context.dtype, True),
         )
 

@@ -305,8 +305,8 @@ def visible(there: Tensor, block: int) -> Tensor:
     rows, window = there.shape
     place = torch.arange(window, device=there.device)
     context = torch.where(there, place, -1).repeat_interleave(block, 0)
-    mine = torch.arange(block, device=there.device)
-    others = window + torch.stack([mine[mine != j] for j in range(block)])
+    mine, other = (torch.arange(n, device=there.device) for n in (block, block - 1))
+    others = window + other + (other >= mine[:, None])  # all but the row itself
     return torch.cat((context, others.repeat(rows, 1)), 1).int()
 
 
