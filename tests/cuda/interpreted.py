@@ -10,12 +10,13 @@ import sys
 import interp_shim  # noqa: F401  (before any kernel)
 import torch
 from deepinfer.api import OpContext
+from deepinfer.ops.lowbit import BlockScaled
 from deepinfer.ops.table import OpSet
 from deepinfer.testing.conformance import inputs_latent, inputs_v41  # noqa: F401  (declare cases)
 from deepinfer.testing.conformance.compare import difference, tolerance
 from deepinfer.testing.conformance.inputs import CASES
 from deepinfer.testing.conformance.kit import DTYPES, Run, reference_run, tensors
-from deepinfer_backend_cuda import attention, rows, sampling
+from deepinfer_backend_cuda import attention, rows, sampling, scaled
 from deepinfer_backend_cuda.backend import CudaBackend
 from registry import is_gluon, kernels, unreached
 
@@ -102,6 +103,21 @@ def filtered():
             yield f"filter_top: trial {trial}, {vocab} ids, differs from the reference"
 
 
+def kept_weights():
+    """Weights as stored, put in the kernels' order and decoded: the same values, any shape."""
+    source = torch.Generator().manual_seed(5)
+    for kind, n, k in (("fp8", 70, 160), ("fp8", 64, 128), ("fp4", 70, 160), ("fp4", 130, 256)):
+        columns, tiles = (k, (-(-n // 32), k // 32)) if kind == "fp8" else (k // 2, (n, k // 32))
+        codes = torch.randint(0, 256, (n, columns), generator=source).to(torch.uint8)
+        if kind == "fp8":
+            codes[(codes & 0x7F) == 0x7F] = 5
+        scales = torch.randint(100, 129, tiles, generator=source).to(torch.uint8)
+        stored = BlockScaled(codes, scales, kind)
+        got = scaled.decode(scaled.keep(stored, frozenset()))
+        if not torch.equal(got, stored.dequantize(torch.bfloat16)):
+            yield f"a kept {kind} weight {n}x{k} is not what was stored"
+
+
 def watched():
     """The names of kernels that are launched from here on."""
     reached = set()
@@ -129,6 +145,9 @@ def main():
             bad += 1
             print(said)
     for said in () if sys.argv[1:] else (*staged(), *filtered()):
+        bad += 1
+        print(said)
+    for said in () if sys.argv[1:] else kept_weights():
         bad += 1
         print(said)
     for name in () if sys.argv[1:] else unreached(reached, gluon=False):

@@ -8,6 +8,7 @@ from deepinfer.ops.reference.hyper import HyperParams
 from deepinfer.ops.reference.latent import Window
 from deepinfer.ops.reference.sparse import Blocks, Picks
 from deepinfer_backend_cuda import hyper, index, latent, moe, scaled
+from deepinfer_backend_cuda.kernels import scaled as kernels
 from registry import SM90, SM100, Launch
 
 BF, U8 = torch.bfloat16, torch.uint8
@@ -15,8 +16,12 @@ HIDDEN, INNER, EXPERTS, CHOSEN = 5120, 2304, 4, 6
 WHOLE = {SM90: frozenset({"HGMMA"}), SM100: frozenset({"UTCHMMA"})}
 
 WARPS = {SM90: frozenset({"HMMA"}), SM100: frozenset({"HMMA"})}
-TIGHT = {"product_kernel": {SM100: 8}, "gated_kernel": {SM100: 216}}
-"""Long tiles of experts on SM100, where it was never measured: what ptxas 12.9 spills there."""
+TIGHT = {
+    "product_kernel": {SM100: 8},
+    "gated_kernel": {SM100: 216},
+    "sparse_kernel": {SM90: 144},
+}
+"""Tiles at 255 registers: what ptxas spills there, so that more is noticed."""
 
 
 def launches():
@@ -34,7 +39,8 @@ def kept(n, k, kind, lead=()):
     words = torch.empty(*lead, rows, columns, per * 1024, dtype=torch.int32)
     scales = torch.empty(*lead, rows, columns, 64, dtype=torch.int32)
     shape = torch.Size((*lead, n, k))
-    return scaled.KeptWeight(words, scales, shape, scaled.KINDS[kind].value)
+    found = kernels.PAIRED if kind == "paired" else scaled.KINDS[kind]
+    return scaled.KeptWeight(words, scales, shape, found.value)
 
 
 def numbers():
@@ -60,14 +66,15 @@ def products():
 
 
 def experts():
-    gate_up = kept(2 * INNER, HIDDEN, "mxfp4", (EXPERTS,))
-    down = kept(HIDDEN, INNER, "mxfp4", (EXPERTS,))
-    for tokens in (1, 12, 40, 256):
-        x = torch.zeros(tokens, HIDDEN, dtype=BF)
-        ids = torch.zeros(tokens, CHOSEN, dtype=torch.int32)
-        run = partial(moe.scaled_moe, x, ids, ids.float(), gate_up, down, EXPERTS, 10.0)
-        needs = {"product_kernel": WHOLE, "gated_kernel": WHOLE}
-        yield Launch(f"scaled_moe {tokens}", run, needs, TIGHT)
+    for kind in ("mxfp4", "paired"):
+        gate_up = kept(2 * INNER, HIDDEN, kind, (EXPERTS,))
+        down = kept(HIDDEN, INNER, kind, (EXPERTS,))
+        for tokens in (1, 12, 40, 256):
+            x = torch.zeros(tokens, HIDDEN, dtype=BF)
+            ids = torch.zeros(tokens, CHOSEN, dtype=torch.int32)
+            run = partial(moe.scaled_moe, x, ids, ids.float(), gate_up, down, EXPERTS, 10.0)
+            needs = {"product_kernel": WHOLE, "gated_kernel": WHOLE}
+            yield Launch(f"scaled_moe {kind} {tokens}", run, needs, TIGHT)
     logits, bias = torch.zeros(5, 384), torch.zeros(384)
     yield Launch("route", partial(moe.route, logits, bias, CHOSEN, "sqrtsoftplus", True, 1.5))
     x, w = torch.zeros(5, 64), torch.zeros(3, 32, 64)
@@ -128,7 +135,7 @@ def indexer():
         at = batch(tokens, requests)
         q, w = torch.zeros(tokens, 32, 128, dtype=BF), torch.zeros(tokens, 32)
         search = partial(index.select_sparse, q, w, keys, at, 1, 512)
-        needs = {"score_kernel": WHOLE}
+        needs = {"index_score_kernel": WHOLE}
         yield Launch(f"select_sparse {tokens}", partial(search, Blocks(2048, 8)), needs)
         kept = Picks(q.int(), torch.zeros(tokens, 2048, dtype=torch.int32))
         yield Launch(f"select_sparse {tokens} among", partial(search, None, kept, 8), needs)

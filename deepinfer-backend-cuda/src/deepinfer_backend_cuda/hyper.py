@@ -33,7 +33,11 @@ class MixWeight:
 
 
 def prepare(weight: Any, uses: frozenset[str]) -> Any:
-    """A mix' matrix in its three parts: 8 bits of the significand each, so nothing is lost."""
+    """A mix' matrix in its three parts: 8 bits of the significand each, so nothing is lost. What
+    else an opening reads, its norm, stays.
+    """
+    if "hyper_mix" not in uses:
+        return weight
     wide = weight.float()
     parts = wide.new_empty((3, *wide.shape), dtype=torch.bfloat16)
     for part in parts:

@@ -17,6 +17,8 @@ SCRATCH = 1 << 26
 """Scores, float32, that a launch may have at a time; rows are taken in runs of so many."""
 POOL_BYTES = 256 << 20
 """Bound of index keys laid out in bfloat16, which pays where many rows read them."""
+SHARED_ROWS = 16
+"""Rows of a request from which on that is done."""
 _TILES = 4
 
 
@@ -83,8 +85,7 @@ class _Search:
         requests, width = self._table.shape
         kind = kernels.PACKED if cache.dtype is torch.uint8 else kernels.PAGED
         rows, dim = requests * width * self._per_page, self._q.shape[2]
-        shared = self._among is None and len(self._q) >= 16 * requests
-        if not shared or rows * dim * 2 > POOL_BYTES:
+        if len(self._q) < SHARED_ROWS * requests or rows * dim * 2 > POOL_BYTES:
             return cache, cache.shape[2], int(kind.value)
         pool = torch.empty((rows, dim), dtype=torch.bfloat16, device=cache.device)
         kernels.index_keys_kernel[triton.cdiv(width * self._per_page, 64), requests](
@@ -94,7 +95,7 @@ class _Search:
             self._table.stride(0),
             width,
             len(cache),
-            PER_PAGE=self._per_page,
+            self._per_page,
             DI=dim,
             CACHE_WIDTH=cache.shape[2],
             KIND=kind,
@@ -108,7 +109,7 @@ class _Search:
         """Scores of the rows, to the beginning of the scratch."""
         heads = self._q.shape[1]
         keys = int(kernels.KEYS.value)
-        kernels.score_kernel[count, triton.cdiv(max(places, 1), keys * _TILES)](
+        kernels.index_score_kernel[count, triton.cdiv(max(places, 1), keys * _TILES)](
             self._q,
             self._w,
             self._keys,
@@ -126,7 +127,7 @@ class _Search:
             self._ratio,
             k,
             0 if self._among is None else self._among.shape[1],
-            PER_PAGE=self._per_page,
+            self._per_page,
             HI=heads,
             HEADS=max(16, triton.next_power_of_2(heads)),
             DI=self._q.shape[2],

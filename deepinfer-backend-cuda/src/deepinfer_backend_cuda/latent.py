@@ -1,4 +1,4 @@
-"""Launchers of the latent ops: caches, compression, sparse attention, and the half layer of both."""
+"""Launchers of the latent ops: caches, compression, sparse attention, and the whole half layer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,21 @@ from deepinfer_backend_cuda.kernels import latent as kernels
 from deepinfer_backend_cuda.kernels import moe as products
 from deepinfer_backend_cuda.launch import exact, options, processors
 
-
 POOL_BYTES = 512 << 20
 """Bound of the latents of a step that are laid out once, for all its queries."""
 _ROWS = 8  # latents that a program lays out
 COPY_BYTES = 512 << 20
 """Bound of the copies that queries have of their own; more are taken in runs."""
+
+
+def prepare(weight: Any, uses: frozenset[str]) -> Any:
+    """Block-scaled weights are kept; a compressor's, float32 by its rule, is held in bfloat16 where
+    that is what it was stored in, so that tensor cores multiply it exactly.
+    """
+    if "compress" in uses and isinstance(weight, Tensor) and weight.dtype is torch.float32:
+        narrow = weight.to(torch.bfloat16)
+        return narrow if torch.equal(narrow.float(), weight) else weight
+    return scaled.keep(weight, uses)
 
 
 def latent_write(x: Tensor, cache: Tensor, slots: Tensor, kind: Any) -> None:
@@ -226,7 +235,6 @@ class _Latents:
                 scaled.KINDS[COMPRESSED] if source.dtype is torch.uint8 else kernels.PLAIN
             ),
             "CACHE_WIDTH": source.shape[2],
-            "BLOCK": _ROWS,
             "num_warps": 4,
         }
 
@@ -249,6 +257,7 @@ class _Latents:
             self._window.ring.shape[1],
             len(self._requests.starts),
             len(self._own),
+            BLOCK=_ROWS,
             **self._shapes(),
             **exact(len(self._q)),
         )
@@ -259,7 +268,8 @@ class _Latents:
         batch, count = self._batch, rows.stop - rows.start
         found = torch.empty((count, self.total), dtype=torch.int32, device=self._q.device)
         cache = self._window.ring if self._cache is None else self._cache
-        kernels.gather_kernel[count, triton.cdiv(self.total, _ROWS)](
+        block = 128 if copies is None else _ROWS
+        kernels.gather_kernel[count, triton.cdiv(self.total, block)](
             self._own,
             self._window.ring,
             cache,
@@ -282,6 +292,7 @@ class _Latents:
             COPY=copies is not None,
             owns=len(self._own),
             requests=len(self._requests.starts),
+            BLOCK=block,
             **self._shapes(),
             **exact(count),
         )

@@ -22,6 +22,13 @@ from deepinfer_backend_cuda.launch import exact, options
 from deepinfer_backend_cuda.scaled import COLUMNS, KeptWeight
 
 _OUT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+HEIGHTS = ((12, 16), (24, 32), (96, 64))
+"""(rows that an expert has on average at most, rows of a tile)."""
+GATED = {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 3), 128: (64, 4, 3)}
+DOWN = {16: (128, 4, 3), 32: (128, 4, 4), 64: (128, 8, 3)}
+"""By rows of a tile: its outputs, warps and stages, measured on an H200. None of these moves a bit;
+warps are whole groups of four, see ``kernels.scaled._fp4_pairs``.
+"""
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 
 
@@ -135,10 +142,10 @@ def tiles(offsets: Tensor, slots: int, rows: int) -> Tiles:
     return Tiles(tile, rows)
 
 
-def tile_rows(slots: int, experts: int) -> int:
+def tile_rows(slots: int, experts: int, most: int = 64) -> int:
     """Rows of a tile, by how many an expert has on average."""
     mean = slots / experts
-    return 16 if mean <= 12 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+    return next((rows for limit, rows in HEIGHTS if mean <= limit), most)
 
 
 def grouped_linear(
@@ -192,7 +199,7 @@ def grouped_product(x: Tensor, w: Any, y: Tensor, cut: Tiles, offsets: Tensor) -
     _, n, k = w.shape
     kept = isinstance(w, KeptWeight)
     words = w.words if kept else w.contiguous()
-    outputs, warps, stages = _shape_of(cut.rows)
+    outputs, warps, stages = DOWN[cut.rows]
     kernels.product_kernel[triton.cdiv(n, outputs), len(cut.tile)](
         x,
         words,
@@ -218,11 +225,6 @@ def grouped_product(x: Tensor, w: Any, y: Tensor, cut: Tiles, offsets: Tensor) -
         num_stages=stages,
         **options(len(x)),
     )
-
-
-def _shape_of(rows: int) -> tuple[int, int, int]:
-    """(outputs, warps, stages) of a tile of so many rows."""
-    return (128, 4, 4) if rows <= 32 else (128, 8, 3)
 
 
 def scaled_moe(
@@ -300,9 +302,9 @@ def _gated(
     """The experts' inner rows [T·k, I], rounded to FP8, by expert."""
     experts, both, width = gate_up.shape
     slots, inner = len(sorted_.order), both // 2
-    cut = tiles(sorted_.offsets, slots, tile_rows(slots, experts))
+    cut = tiles(sorted_.offsets, slots, tile_rows(slots, experts, 128))
     y = x.new_empty((slots, inner))
-    outputs, warps, stages = (64, 4, 4) if cut.rows <= 32 else (64, 4, 3)
+    outputs, warps, stages = GATED[cut.rows]
     kernels.gated_kernel[triton.cdiv(inner, outputs), len(cut.tile)](
         x.to(torch.bfloat16),
         gate_up.words,

@@ -9,6 +9,7 @@ have to be promoted every 32 columns, where scales change, which costs what the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,20 @@ ROWS, COLUMNS = 64, 128
 """Of a kept weight's blocks."""
 DECODED_ROWS = 512
 """From so many rows on, a weight is decoded to bfloat16 once and multiplied as such: same bits."""
+WIDE = 16384
+TILES = {
+    (16, False): (16, 64, 4, 4),
+    (16, True): (16, 128, 4, 4),
+    (32, False): (32, 64, 4, 4),
+    (32, True): (32, 128, 4, 4),
+    (64, False): (64, 64, 4, 3),
+    (64, True): (64, 128, 4, 3),
+    (128, False): (64, 128, 4, 3),
+    (128, True): (64, 128, 4, 3),
+    (256, False): (128, 128, 8, 3),
+    (256, True): (128, 128, 8, 3),
+}
+"""By rows at most, and whether there are WIDE outputs: a tile's rows, outputs, warps, stages."""
 _CHUNK = 1 << 28  # bytes of codes that are put in order at a time
 
 
@@ -92,8 +107,15 @@ def keep(weight: Any, uses: frozenset[str]) -> Any:
         words.view(*lead_shape, *words.shape[1:]),
         fields.view(*lead_shape, *fields.shape[1:]),
         weight.shape,
-        int(kernels.MXFP4.value if four else kernels.FP8.value),
+        int((_fp4_kind(codes.device) if four else kernels.FP8).value),
     )
+
+
+@cache
+def _fp4_kind(device: torch.device) -> Any:
+    """How the kernels of a device decode MXFP4 weights; the values are the same."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return kernels.PAIRED if hopper else kernels.MXFP4
 
 
 def _refused(what: str) -> UnsupportedError:
@@ -285,7 +307,7 @@ def decode(w: KeptWeight, y: Tensor | None = None) -> Tensor:
         n,
         k,
         w.blocks,
-        KIND=w.kind,
+        KIND=kernels.MXFP4 if w.kind == kernels.PAIRED.value else w.kind,
         BN=ROWS,
         num_warps=4,
         **options(n),
@@ -318,10 +340,8 @@ def product(x: Tensor, w: KeptWeight, out_dtype: torch.dtype | None = None) -> T
 
 def tile_of(rows: int, n: int) -> tuple[int, int, int, int]:
     """(rows, outputs, warps, stages) of a tile; none of them moves a bit."""
-    if rows <= 64:
-        bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        return (bm, 64 if n < 16384 else 128, 4, 4 if bm < 64 else 3)
-    return (64, 128, 4, 3) if rows <= 128 else (128, 128, 8, 3)
+    bucket = next((most for most in (16, 32, 64, 128) if rows <= most), 256)
+    return TILES[bucket, n >= WIDE]
 
 
 def launch_product(

@@ -29,5 +29,5 @@ OPS: Mapping[str, Impl] = {
     "compress": Impl(latent.compress),
     "select_sparse": Impl(index.select_sparse),
     "latent_attention": Impl(latent.latent_attention),
-    "latent_attention_block": Impl(latent.latent_attention_block, scaled.keep),
+    "latent_attention_block": Impl(latent.latent_attention_block, latent.prepare),
 }

@@ -58,41 +58,45 @@ def _keys(
     return even.to(tl.bfloat16), odd.to(tl.bfloat16)
 
 
-@triton.jit
+# Triton 3.6 takes page · per_page + line, where line runs within a page, for a multiple of per_page
+# if it knows that number, and then reads records of odd width in words. So it is not told.
+
+
+@triton.jit(do_not_specialize=["per_page"])
 def index_keys_kernel(
-    cache_ptr, table_ptr, pool_ptr, table_row, width, pages,
-    PER_PAGE: tl.constexpr, DI: tl.constexpr, CACHE_WIDTH: tl.constexpr, KIND: tl.constexpr,
+    cache_ptr, table_ptr, pool_ptr, table_row, width, pages, per_page,
+    DI: tl.constexpr, CACHE_WIDTH: tl.constexpr, KIND: tl.constexpr,
     BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """Keys of request b's pages in order: pool bfloat16[requests, width·PER_PAGE, DI], even
+    """Keys of request b's pages in order: pool bfloat16[requests, width·per_page, DI], even
     channels first. Entries of no page are not written.
     """
     follow(CHAIN)
     b = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    shown = entry < width * PER_PAGE
-    page = tl.load(table_ptr + b * table_row + entry // PER_PAGE, mask=shown, other=-1)
+    shown = entry < width * per_page
+    page = tl.load(table_ptr + b * table_row + entry // per_page, mask=shown, other=-1)
     shown = shown & (page >= 0) & (page < pages)
-    slot = page.to(tl.int64) * PER_PAGE + entry % PER_PAGE
+    slot = page.to(tl.int64) * per_page + entry % per_page
     even, odd = _keys(cache_ptr, slot, shown, DI, CACHE_WIDTH, KIND)
     j = tl.arange(0, DI // 2)
-    to = pool_ptr + (b * width * PER_PAGE + entry)[:, None] * DI + j[None, :]
+    to = pool_ptr + (b * width * per_page + entry)[:, None] * DI + j[None, :]
     tl.store(to, even, mask=shown[:, None] & (j < DI)[None, :])
     tl.store(to + DI // 2, odd, mask=shown[:, None] & (j < DI)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "k"])
-def score_kernel(
+@triton.jit(do_not_specialize=["first", "k", "per_page"])
+def index_score_kernel(
     q_ptr, w_ptr, cache_ptr, blocks_ptr, row_ptr, pos_ptr, table_ptr, score_ptr, table_row, width,
-    q_row, w_row, score_row, first, ratio, k, kept,
-    PER_PAGE: tl.constexpr, HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr,
+    q_row, w_row, score_row, first, ratio, k, kept, per_page,
+    HI: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr,
     CACHE_WIDTH: tl.constexpr, KIND: tl.constexpr, AMONG: tl.constexpr, SIZE: tl.constexpr,
     SKIP: tl.constexpr, TILES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of the scores of row ``first + program``, −∞ where nothing is visible.
 
-    AMONG: place i is entry ``i % SIZE`` of the row's kept block ``i // SIZE``. SKIP: a row that sees
-    no more than k entries takes them all, so its scores are not computed.
+    AMONG: place i is entry ``i % SIZE`` of the row's kept block ``i // SIZE``. SKIP: a row that has
+    no more than k visible entries takes them all, so its scores are not computed.
     """
     follow(CHAIN)
     t = first + tl.program_id(0).to(tl.int64)
@@ -122,12 +126,12 @@ def score_kernel(
                 entry = block * SIZE + i % SIZE
                 shown = (block >= 0) & (entry < visible)
             if KIND == FLAT:
-                slot = request * width * PER_PAGE + entry
+                slot = request * width * per_page + entry
             else:
                 page = tl.load(
-                    table_ptr + request * table_row + entry // PER_PAGE, mask=shown, other=0
+                    table_ptr + request * table_row + entry // per_page, mask=shown, other=0
                 )
-                slot = page.to(tl.int64) * PER_PAGE + entry % PER_PAGE
+                slot = page.to(tl.int64) * per_page + entry % per_page
             even, odd = _keys(cache_ptr, slot, shown, DI, CACHE_WIDTH, KIND)
             s = tl.zeros((KEYS, HEADS), tl.float32)
             s = tl.dot(even, even_q, s)
@@ -188,7 +192,7 @@ def best_entries_kernel(
 ):  # fmt: skip
     """The k best of a row, ascending, then −1: out int32[T, k].
 
-    UNIT: scores are of blocks of so many entries. AMONG and SKIP as in ``score_kernel``. The key of
+    UNIT: scores are of blocks of so many entries. AMONG and SKIP as in ``index_score_kernel``. The key of
     the k-th best is found bit by bit, by counting.
     """
     follow(CHAIN)

@@ -2,8 +2,8 @@
 
 Attention reads a pool of latents through a table of places, ``size`` for a query's window and k for
 chosen entries, −1 for none. Its order is that of the places: BLOCK_N at a time, an online softmax,
-and sums that are chains of tensor-core steps (that of the rounded weights as a product with ones),
-so neither the heads of a tile nor its warps move a bit.
+and sums that are chains of tensor-core steps (those of the weights, rounded and what rounding left,
+as products with ones), so neither the heads of a tile nor its warps move a bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import triton.language as tl
 from deepinfer_backend_cuda.kernels.chain import follow
 from deepinfer_backend_cuda.kernels.scaled import (
     FP8,
-    MXFP4,
     NVFP4,
     e2m1,
     e4m3,
@@ -103,15 +102,16 @@ def turn_kernel(
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF)
-    mask = (h < heads)[:, None] & (i < R // 2)[None, :]
+    c = tl.arange(0, 2 * HALF)
+    mask = (h < heads)[:, None] & (c < R)[None, :]
     angle = angles_ptr + tl.load(pos_ptr + t) * R + i
     cos = tl.load(angle, mask=i < R // 2, other=1)[None, :]
     sin = tl.load(angle + R // 2, mask=i < R // 2, other=0)[None, :] * sign
-    at = x_ptr + t * x_row + h[:, None] * x_head + (D - R) + 2 * i[None, :]
-    a = tl.load(at, mask=mask, other=0).to(tl.float32)
-    b = tl.load(at + 1, mask=mask, other=0).to(tl.float32)
-    tl.store(at, (a * cos - b * sin).to(x_ptr.dtype.element_ty), mask=mask)
-    tl.store(at + 1, (b * cos + a * sin).to(x_ptr.dtype.element_ty), mask=mask)
+    at = x_ptr + t * x_row + h[:, None] * x_head + (D - R) + c[None, :]
+    x = tl.load(at, mask=mask, other=0).to(tl.float32)
+    a, b = tl.split(tl.reshape(x, (HEADS, HALF, 2)))
+    x = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEADS, 2 * HALF))
+    tl.store(at, x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -347,6 +347,8 @@ def sparse_kernel(
         keep = tl.exp2(m - base)[:, None]
         rounded = p.to(kv.dtype)
         l = tl.dot(rounded, ones, l * keep, input_precision=PRECISION)
+        if PRECISION != "ieee":
+            l = tl.dot((p - rounded.to(tl.float32)).to(kv.dtype), ones, l)
         acc = tl.dot(rounded, kv, acc * keep, input_precision=PRECISION)
         m = best
     sink = tl.load(sink_ptr + h, mask=h < heads, other=0).to(tl.float32) * LOG2E

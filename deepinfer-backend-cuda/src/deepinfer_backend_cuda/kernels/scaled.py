@@ -16,6 +16,8 @@ from deepinfer_backend_cuda.kernels.chain import follow
 FP8 = tl.constexpr(0)
 MXFP4 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
+PAIRED = tl.constexpr(4)
+"""MXFP4 weights decoded by instructions that see two words at a time: SM90, tiles of a warp group."""
 
 _INF = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -282,6 +284,54 @@ def _fp4_half(v, low, high, BN: tl.constexpr):
 
 
 @triton.jit
+def _fp4_pairs(w):
+    """Both halves' pairs of words uint32 [BN, 16] at once, as eight bfloat16 [BN, 16]: what
+    ``_fp4_half`` does with ``_pairs``, without taking pairs apart to put them together again.
+
+    The instructions take the two words that a thread holds side by side: neighbours in a row where
+    registers run along rows, as they do in SM90's first operand of a warp group (four warps), and
+    as nowhere else is promised. ``benchmarks/cuda_v41_check.py`` compares the bits.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 t, u;
+        and.b32 $0, $8, 0x81C081C0;
+        shl.b32 t, $8, 6;
+        and.b32 $1, t, 0x81C081C0;
+        shl.b32 t, $8, 1;
+        shl.b32 u, $8, 3;
+        and.b32 t, t, 0x80008000;
+        lop3.b32 $2, u, 0x01C001C0, t, 0xEA;
+        shl.b32 t, $8, 2;
+        shr.b32 u, $8, 4;
+        and.b32 t, t, 0x80008000;
+        lop3.b32 $3, u, 0x01C001C0, t, 0xEA;
+        and.b32 $4, $9, 0x81C081C0;
+        shl.b32 t, $9, 6;
+        and.b32 $5, t, 0x81C081C0;
+        shl.b32 t, $9, 1;
+        shl.b32 u, $9, 3;
+        and.b32 t, t, 0x80008000;
+        lop3.b32 $6, u, 0x01C001C0, t, 0xEA;
+        shl.b32 t, $9, 2;
+        shr.b32 u, $9, 4;
+        and.b32 t, t, 0x80008000;
+        lop3.b32 $7, u, 0x01C001C0, t, 0xEA;
+        }
+        """,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r",
+        [w],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def _fp8_half(w, low, high, BN: tl.constexpr):
     """Words uint32 [BN, 16] of 64 columns -> bfloat16 [BN, 64], scaled."""
     v0, v1 = tl.split(tl.reshape(w, (BN, 8, 2)))
@@ -300,12 +350,23 @@ def weight_tile(w_ptr, s_ptr, rows, block, blocks, BN: tl.constexpr, KIND: tl.co
     j = tl.arange(0, 16)
     at = (rows // 64) * blocks + block
     scales = tl.load(s_ptr + at * 64 + rows % 64).to(tl.uint32, bitcast=True)
-    if KIND == MXFP4:
+    if KIND == MXFP4 or KIND == PAIRED:
         w = tl.load(w_ptr + (at * 1024 + (rows % 64) * 16)[:, None] + j[None, :])
         w = w.to(tl.uint32, bitcast=True)
-        v0, v1 = tl.split(tl.reshape(w, (BN, 8, 2)))
-        left = _fp4_half(v0, _scale_at(scales, 0), _scale_at(scales, 1), BN)
-        right = _fp4_half(v1, _scale_at(scales, 2), _scale_at(scales, 3), BN)
+        if KIND == MXFP4:
+            v0, v1 = tl.split(tl.reshape(w, (BN, 8, 2)))
+            left = _fp4_half(v0, _scale_at(scales, 0), _scale_at(scales, 1), BN)
+            right = _fp4_half(v1, _scale_at(scales, 2), _scale_at(scales, 3), BN)
+        else:
+            a, b, c, d, e, f, g, h = _fp4_pairs(w)
+            one, two = _scale_at(scales, 0), _scale_at(scales, 1)
+            left = _beside(
+                _beside(a * one, b * one, BN, 32), _beside(c * two, d * two, BN, 32), BN, 64
+            )
+            one, two = _scale_at(scales, 2), _scale_at(scales, 3)
+            right = _beside(
+                _beside(e * one, f * one, BN, 32), _beside(g * two, h * two, BN, 32), BN, 64
+            )
     else:
         from_row = (at * 2048 + (rows % 64) * 16)[:, None] + j[None, :]
         w = tl.load(w_ptr + from_row).to(tl.uint32, bitcast=True)
