@@ -14,10 +14,11 @@ from torch import Tensor
 def allocate(survival: Tensor, eligible: Tensor, k: int) -> Tensor:
     """Rank slots by (−survival, position, row) and count each row's winners.
 
-    survival float32[R, γ] (where one is above the one before it, it counts as that); eligible int64[R] in 0 … γ; k >= 0. Returns
-    int64[R]: prefix lengths, at most ``eligible`` each and ``min(k, Σ eligible)`` in all. Does not
-    wait for the host. NaN counts as 0. Ties go to the lower position, then to the lower row: so a
-    later slot never displaces an earlier one of its own request.
+    survival float32[R, γ] (where one is above the one before it, it counts as that); eligible
+    int64[R] in 0 … γ; k >= 0. Returns int64[R]: prefix lengths, at most ``eligible`` each and
+    ``min(k, Σ eligible)`` in all. Does not wait for the host. NaN counts as 0. Ties go to the lower
+    position, then to the lower row: so a later slot never displaces an earlier one of its own
+    request.
     """
     rows, gamma = survival.shape
     position = torch.arange(gamma, device=survival.device)
