@@ -56,6 +56,9 @@ class Program:
     def __init__(self, model: str) -> None:
         argv = ["-m", "deepinfer.server", "--model", model, "--port", "0", "--batch-invariant"]
         argv += ["--max-model-len", "512", "--max-batch-size", "32", "--threads", "2"]
+        # Few pages: all of them are soon in memory, which counts none before it is written to, and
+        # requests give way to each other.
+        argv += ["--kv-cache-memory", "100MB"]
         self.process = subprocess.Popen(
             [sys.executable, *argv, "--no-access-log"], stderr=subprocess.PIPE, text=True
         )
