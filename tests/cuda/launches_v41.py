@@ -7,7 +7,7 @@ from deepinfer.api.model import DeviceBatch, StepRequests
 from deepinfer.ops.reference.hyper import HyperParams
 from deepinfer.ops.reference.latent import Window
 from deepinfer.ops.reference.sparse import Blocks, Picks
-from deepinfer_backend_cuda import hyper, index, latent, moe, scaled
+from deepinfer_backend_cuda import hyper, index, latent, moe, scaled, sparse
 from deepinfer_backend_cuda.kernels import scaled as kernels
 from registry import SM90, SM100, Launch
 
@@ -115,7 +115,7 @@ def attention():
         q = torch.zeros(tokens, 64, 512, dtype=BF)
         for with_cache in (False, True):
             more = (cache, entries) if with_cache else ()
-            run = partial(latent.latent_attention, q, window, at, sink, 0.04, *more)
+            run = partial(sparse.latent_attention, q, window, at, sink, 0.04, *more)
             needs = {"sparse_kernel": WHOLE if tokens > 4 else WARPS}
             yield Launch(f"latent_attention {tokens} {with_cache}", run, needs, TIGHT)
     at, angles = batch(9, 2), torch.zeros(99, 64)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from deepinfer.api import Impl
 
-from deepinfer_backend_cuda import hyper, index, latent, moe, scaled
+from deepinfer_backend_cuda import hyper, index, latent, moe, scaled, sparse
 
 OPS: Mapping[str, Impl] = {
     "quantize": Impl(scaled.quantize),
@@ -28,6 +28,6 @@ OPS: Mapping[str, Impl] = {
     "latent_write": Impl(latent.latent_write),
     "compress": Impl(latent.compress),
     "select_sparse": Impl(index.select_sparse),
-    "latent_attention": Impl(latent.latent_attention),
+    "latent_attention": Impl(sparse.latent_attention),
     "latent_attention_block": Impl(latent.latent_attention_block, latent.prepare),
 }

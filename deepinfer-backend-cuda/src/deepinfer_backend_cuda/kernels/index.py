@@ -192,8 +192,8 @@ def best_entries_kernel(
 ):  # fmt: skip
     """The k best of a row, ascending, then −1: out int32[T, k].
 
-    UNIT: scores are of blocks of so many entries. AMONG and SKIP as in ``index_score_kernel``. The key of
-    the k-th best is found bit by bit, by counting.
+    UNIT: scores are of blocks of so many entries. AMONG and SKIP as in ``index_score_kernel``. The
+    key of the k-th best is found bit by bit, by counting.
     """
     follow(CHAIN)
     t = first + tl.program_id(0).to(tl.int64)

@@ -17,7 +17,7 @@ FP8 = tl.constexpr(0)
 MXFP4 = tl.constexpr(1)
 NVFP4 = tl.constexpr(2)
 PAIRED = tl.constexpr(4)
-"""MXFP4 weights decoded by instructions that see two words at a time: SM90, tiles of a warp group."""
+"""MXFP4 weights decoded two words at a time: SM90 alone, in tiles of whole warp groups."""
 
 _INF = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
