@@ -73,4 +73,4 @@ def test_the_text_is_the_same(tiny, dtype, numbers):
                 assert got[name][:3] == right[name][:3], (number, name)
                 accepted += got[name][3].accepted
                 preempted += got[name][3].preemptions
-    assert accepted > len(numbers) // 2 and preempted > 0
+    assert accepted > len(numbers) // 8 and preempted > 0
