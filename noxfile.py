@@ -155,7 +155,9 @@ def kernels(session: nox.Session) -> None:
         session.run(python, "-m", "pip", *target, TRITON, external=True, env=bound())
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     where = ("tests/cuda", "-m", "not gpu and not slow", *session.posargs)
-    session.run(python, "-m", "pytest", "-q", *where, external=True, env={"PYTHONPATH": path})
+    env = {"PYTHONPATH": path}
+    session.run(python, "tests/cuda/tested.py", external=True, env=env)  # or the tests skip
+    session.run(python, "-m", "pytest", "-q", *where, external=True, env=env)
 
 
 @nox.session(venv_backend="none", default=False)

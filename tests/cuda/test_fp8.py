@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tested import NEEDS_TRITON
 
 CODES = torch.arange(256).to(torch.uint8)
 VALUES = CODES.view(torch.float8_e4m3fn).float()
@@ -64,6 +65,6 @@ def test_float32_rows_are_refused_by_name(sources):
     assert caught.value.setting == "dtype"
 
 
+@NEEDS_TRITON
 def test_products_have_the_bits_of_the_decoded_weight(script):
-    pytest.importorskip("triton")
     assert script("quantized.py", TRITON_INTERPRET="1").endswith("0 wrong\n")

@@ -1,12 +1,12 @@
 """Compiled kernels on disk: found again by other processes and in other places, host left alone."""
 
-import importlib.util
 import json
 import shutil
 
 import pytest
+from tested import NEEDS_TRITON
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+pytestmark = NEEDS_TRITON
 NONE = {"compiled": 0, "loaded": 0}
 
 

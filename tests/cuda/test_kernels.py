@@ -1,10 +1,9 @@
 """Kernels without a GPU: right on the interpreter, compiled for both generations. Needs Triton."""
 
-import importlib.util
-
 import pytest
+from tested import NEEDS_TRITON
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+pytestmark = NEEDS_TRITON
 TARGETS = ["90", "100"]
 
 
