@@ -262,8 +262,11 @@ class Texts:
         self.open = torch.randn(requests, 2, 1024, device=CUDA)
 
     def _records(self, *shape):
-        """Bytes that are no NaN of any format, and no large scale."""
-        return torch.randint(90, 120, shape, dtype=torch.uint8, device=CUDA)
+        """Bytes that are no NaN of any format, with scales that leave values of about one."""
+        found = torch.randint(90, 120, shape, dtype=torch.uint8, device=CUDA)
+        if shape[-1] == 288:  # E4M3 scales behind 256 bytes of values
+            found[..., 256:] = torch.randint(24, 40, (1,), dtype=torch.uint8, device=CUDA)
+        return found
 
     def tensor(self, group, layer):
         if group == "window":
