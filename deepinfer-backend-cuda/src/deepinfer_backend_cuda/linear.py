@@ -1,4 +1,4 @@
-"""``linear`` and ``grouped_linear``: which kernel, which tile.
+"""``linear``: which kernel, which tile.
 
 The kernel is chosen by weight and dtype alone; the tile may follow M, since it moves no bit
 (``kernels.gemm``).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 import torch
 import triton
@@ -244,14 +243,3 @@ def _aligned(x: Tensor) -> Tensor:
     if _addressable(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def grouped_linear(
-    x: Tensor, w: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """Row r of expert e is x[r] · w[e]ᵀ, with ``linear``'s bits. Waits for the offsets."""
-    y = x.new_zeros((len(x), w.shape[1]), dtype=out_dtype or x.dtype)
-    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        if begin < end:
-            product(x[begin:end], w[expert], None, y[begin:end])
-    return y
