@@ -14,7 +14,7 @@ from deepinfer_speculative.dspark.config import check_target, read_config
 from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
 from deepinfer_speculative.dspark.save import save_draft
 from deepinfer_speculative.dspark.weights import weight_rules
-from dspark_rig import pair
+from dspark_rig import Watched, pair, prompts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,6 +146,26 @@ def test_a_checkpoint_loads_by_name_and_its_faults_are_named(tmp_path):
     (draft / "calibration.json").write_text('{"exact": {"greedy": [0, 1, 1, 1, 1]}}')
     with pytest.raises(ModelLoadError, match="above 0"):
         opened(target, draft)
+
+
+def test_a_head_of_eight_bits_drafts_nearly_the_same(tmp_path, monkeypatch):
+    """On backend cpu it is usual; elsewhere it is refused by name, and auto is the head itself."""
+    target, draft = pair(tmp_path, "llama")
+    found = {}
+    for kind in ("same", "int8", "auto"):
+        watched = Watched(monkeypatch)
+        with opened(target, draft, draft_head=kind, num_speculative_tokens=1) as llm:
+            out = llm.generate(prompts(4), SamplingParams(max_tokens=12, temperature=0))
+        found[kind] = [drafts for _, drafts, _ in watched.rounds]
+        monkeypatch.undo()
+        found[kind, "texts"] = [o.outputs[0].token_ids for o in out]
+    assert found["int8"] == found["auto"]
+    assert found["same", "texts"] == found["int8", "texts"] == found["auto", "texts"]
+    same = sum(a == b for a, b in zip(found["same"], found["int8"], strict=True))
+    assert 0.8 * len(found["same"]) < same
+    speculative = {"model": str(draft), "draft_head": "int8"}
+    with pytest.raises(ConfigError, match="draft_head='int8'"):
+        LLM(str(target), max_model_len=64, backend="reference", speculative=speculative)
 
 
 def test_the_method_needs_a_model(tmp_path):

@@ -171,7 +171,7 @@ def test_judged_as_the_engine_does(tmp_path):
     """Rounds of the walk are rounds of the engine; greedy texts of a trained draft."""
     target, draft, _ = trained(tmp_path)
     asked, most = prompts(10, seed=4), 32
-    options = {"model": str(draft), "mode": "static"}
+    options = {"model": str(draft), "mode": "static", "draft_head": "same"}
     with LLM(str(target), max_model_len=96, num_threads=1, speculative=options) as llm:
         outs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=most, ignore_eos=True))
     rows = [[*ids, *out.outputs[0].token_ids] for ids, out in zip(asked, outs, strict=True)]

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 class DSparkDrafter(BlockDrafter):
     """Of a checkpoint in the format released for Qwen3.
 
-    A further option, ``draft_head``: ``same`` (usual) or ``int8``, which quantises the vocabulary
-    projection of the draft alone (backend ``cpu``): a quarter of the bytes that most of a draft's
-    time goes into.
+    A further option, ``draft_head``: ``int8`` multiplies with a copy of the vocabulary projection
+    in eight bits, for drafts alone: a quarter of the bytes that most of a small draft's time goes
+    into; ``same`` does not; ``auto`` (usual) is ``int8`` on backend ``cpu``, the only one that has
+    it.
     """
 
     def __init__(self, context: DrafterContext, target: DrafterTarget) -> None:
@@ -135,7 +136,7 @@ def _folder(context: DrafterContext) -> str:
 
 
 def _open(context: DrafterContext) -> tuple[Checkpoint, DSparkConfig]:
-    checkpoint = open_checkpoint(resolve(_folder(context)))
+    checkpoint = open_checkpoint(resolve(_folder(context), setting="speculative"))
     config = read_config(checkpoint.config)
     check_target(config, checkpoint.config, context.config)
     return checkpoint, config
@@ -159,8 +160,9 @@ def _load(
         plan=LoadPlan(known=()),
     )
     model.share(target.model)
-    kind = take(context.options, "draft_head", str, "same", among=("same", "int8"))
-    if kind == "int8":
+    kind = take(context.options, "draft_head", str, "auto", among=("auto", "same", "int8"))
+    native = target.ops.origin["linear"] == "cpu"
+    if kind == "int8" or (kind == "auto" and native):
         model.head = _int8_head(target, model)
     return model
 
@@ -171,10 +173,12 @@ def _int8_head(target: DrafterTarget, model: Backbone) -> Linear:
         raise ConfigError(
             "speculative: draft_head='int8' is built for backend 'cpu' alone.",
             setting="speculative",
-            next_step="Leave it at 'same'.",
+            next_step="Leave it at 'auto'.",
         )
     from deepinfer.native.weights import prepare_linear, unpack
 
+    if model.head.weight.dtype == torch.int8:
+        return model.head
     head = Linear(target.ops)
     head.weight = prepare_linear(unpack(model.head.weight), "int8")
     return head
