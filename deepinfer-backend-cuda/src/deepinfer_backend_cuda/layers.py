@@ -91,8 +91,7 @@ def all_layers(
     taps: Taps | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """Rows [T, H] through all layers, launch by launch; ``blocks``: of weights that are no tensors.
-    """
+    """Rows [T, H] through all layers, launch by launch; ``blocks`` read weights of other kinds."""
     attend, feed = blocks or (attention_block, mlp_block)
     residual: Tensor | None = None
     for index, (attn, mlp) in enumerate(layers):
