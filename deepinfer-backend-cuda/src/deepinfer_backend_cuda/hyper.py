@@ -104,28 +104,37 @@ def _open(
     if not tokens:
         return y, (pre, post, comb)
     part, pieces, columns = _product(x, fn)
-    block = triton.next_power_of_2(width)
+    unit, block = pre.new_empty(tokens), triton.next_power_of_2(width)
     kernels.opening_kernel[(tokens,)](
         x,
-        part,
-        scale.float(),
-        base.float(),
         part if carried is None else carried.contiguous(),
         part if norm is None else norm,
         y,
-        pre,
-        post,
-        comb,
-        pieces,
+        unit,
         width,
-        iters,
-        eps,
         norm_eps,
         N=n,
         BLOCK=block,
-        BN=columns,
         ROWS=carried is not None,
         num_warps=min(max(block // 512, 1), 16),
+        **exact(tokens),
+    )
+    kernels.balance_kernel[(triton.cdiv(tokens, 32),)](
+        part,
+        unit,
+        scale.float(),
+        base.float(),
+        pre,
+        post,
+        comb,
+        tokens,
+        pieces,
+        iters,
+        eps,
+        N=n,
+        BT=32,
+        BN=columns,
+        num_warps=4,
         **exact(tokens),
     )
     return y, (pre, post, comb)

@@ -63,22 +63,11 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _folded(part_ptr, t, at, pieces, BN: tl.constexpr):
-    """Column ``at`` of each piece of row t, added in order of the pieces."""
-    total = tl.zeros(at.shape, tl.float32)
-    for s in tl.range(0, pieces):
-        total += tl.load(part_ptr + (t * pieces + s) * BN + at)
-    return total
-
-
-@triton.jit
 def opening_kernel(
-    x_ptr, part_ptr, scale_ptr, base_ptr, carried_ptr, norm_ptr, y_ptr, pre_ptr, post_ptr,
-    comb_ptr, pieces, D, iters, eps, norm_eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr,
-    CHAIN: tl.constexpr,
+    x_ptr, carried_ptr, norm_ptr, y_ptr, unit_ptr, D, norm_eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """The mix of token t from its product; ROWS: y = rms_norm(Σ carried[i] · x[i]) too."""
+    """unit[t] = rsqrt(mean(x[t]²) + eps) over all streams; ROWS: y[t] = rms_norm(Σ carried · x)."""
     follow(CHAIN)
     t = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -92,28 +81,56 @@ def opening_kernel(
             part = x * tl.load(carried_ptr + t * N + i)
             total = part if i == 0 else total + part
     mean = tl.div_rn(tl.sum(squares, 0), (N * D).to(tl.float32))
-    unit = tl.div_rn(1.0, tl.sqrt_rn(mean + norm_eps))
-    j = tl.arange(0, N)
-    pre = _folded(part_ptr, t, j, pieces, BN) * unit * tl.load(scale_ptr) + tl.load(base_ptr + j)
-    tl.store(pre_ptr + t * N + j, _sigmoid(pre) + eps)
-    post = _folded(part_ptr, t, N + j, pieces, BN) * unit * tl.load(scale_ptr + 1)
-    tl.store(post_ptr + t * N + j, 2.0 * _sigmoid(post + tl.load(base_ptr + N + j)))
-    cell = j[:, None] * N + j[None, :]
-    c = _folded(part_ptr, t, 2 * N + cell, pieces, BN) * unit * tl.load(scale_ptr + 2)
-    c += tl.load(base_ptr + 2 * N + cell)
-    c = tl.exp(c - tl.max(c, 1)[:, None])
-    c = tl.div_rn(c, tl.broadcast_to(tl.sum(c, 1)[:, None], (N, N))) + eps
-    c = tl.div_rn(c, tl.broadcast_to(tl.sum(c, 0)[None, :] + eps, (N, N)))
-    for _ in tl.range(1, iters):
-        c = tl.div_rn(c, tl.broadcast_to(tl.sum(c, 1)[:, None] + eps, (N, N)))
-        c = tl.div_rn(c, tl.broadcast_to(tl.sum(c, 0)[None, :] + eps, (N, N)))
-    tl.store(comb_ptr + t * N * N + cell, c)
+    tl.store(unit_ptr + t, tl.div_rn(1.0, tl.sqrt_rn(mean + norm_eps)))
     if ROWS:
         x = total.to(y_ptr.dtype.element_ty).to(tl.float32)
         mean = tl.div_rn(tl.sum(x * x, 0), D.to(tl.float32))
         y = x * tl.div_rn(1.0, tl.sqrt_rn(mean + norm_eps))
         y = y * tl.load(norm_ptr + cols, mask=mask, other=0).to(tl.float32)
         tl.store(y_ptr + t * D + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _shares(c, sums, eps):
+    return tl.div_rn(c, tl.broadcast_to(sums + eps, c.shape))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def balance_kernel(
+    part_ptr, unit_ptr, scale_ptr, base_ptr, pre_ptr, post_ptr, comb_ptr, tokens, pieces, iters,
+    eps, N: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """The mixes of BT tokens from their products: pieces in order, gates, and Sinkhorn's steps."""
+    follow(CHAIN)
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    real = t < tokens
+    j = tl.arange(0, N)
+    cell = j[:, None] * N + j[None, :]
+    pre = tl.zeros((BT, N), tl.float32)
+    post = tl.zeros((BT, N), tl.float32)
+    c = tl.zeros((BT, N, N), tl.float32)
+    for s in tl.range(0, pieces):
+        at = part_ptr + (t * pieces + s) * BN
+        pre += tl.load(at[:, None] + j[None, :], mask=real[:, None], other=0)
+        post += tl.load(at[:, None] + N + j[None, :], mask=real[:, None], other=0)
+        rest = at[:, None, None] + 2 * N + cell[None, :, :]
+        c += tl.load(rest, mask=real[:, None, None], other=0)
+    unit = tl.load(unit_ptr + t, mask=real, other=0)
+    pre = pre * unit[:, None] * tl.load(scale_ptr) + tl.load(base_ptr + j)[None, :]
+    to = t[:, None] * N + j[None, :]
+    tl.store(pre_ptr + to, _sigmoid(pre) + eps, mask=real[:, None])
+    post = post * unit[:, None] * tl.load(scale_ptr + 1) + tl.load(base_ptr + N + j)[None, :]
+    tl.store(post_ptr + to, 2.0 * _sigmoid(post), mask=real[:, None])
+    c = c * unit[:, None, None] * tl.load(scale_ptr + 2)
+    c += tl.load(base_ptr + 2 * N + cell)[None, :, :]
+    c = tl.exp(c - tl.max(c, 2)[:, :, None])
+    c = _shares(c, tl.sum(c, 2)[:, :, None], 0.0) + eps
+    c = _shares(c, tl.sum(c, 1)[:, None, :], eps)
+    for _ in tl.range(1, iters):
+        c = _shares(c, tl.sum(c, 2)[:, :, None], eps)
+        c = _shares(c, tl.sum(c, 1)[:, None, :], eps)
+    to = t[:, None, None] * (N * N) + cell[None, :, :]
+    tl.store(comb_ptr + to, c, mask=real[:, None, None])
 
 
 @triton.jit
