@@ -171,10 +171,12 @@ def test_ids_outside_the_vocabulary(llm, fields):
     assert good.error is None and name in str(bad.error)
 
 
-def test_structured_output_without_a_plugin(llm):
+def test_structured_output_without_a_plugin(good_model):
     params = SamplingParams(so_args={"schema_type": "regex", "schema": "a+"})
-    with pytest.raises((InvalidRequestError, ConfigError), match=r"structured|grammar"):
-        llm.generate([1], params)
+    with LLM(str(good_model), num_threads=1, disable_plugins="structured") as llm:
+        with pytest.raises((InvalidRequestError, ConfigError), match=r"structured|grammar"):
+            llm.generate([1], params)
+        assert llm.generate([1], GREEDY)[0].error is None
 
 
 # Things that break while it runs.

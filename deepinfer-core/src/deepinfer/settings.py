@@ -143,6 +143,11 @@ def is_set(name: str) -> bool:
     return bool(os.environ.get(name))
 
 
+def named_by_user(variable: str) -> str:
+    """What a variable holds whose name the user gave, as where a key lies; empty if it is unset."""
+    return os.environ.get(variable, "")
+
+
 def unknown() -> list[str]:
     """One sentence for each ``DEEPINFER_*`` variable that this table does not know."""
     sentences = []

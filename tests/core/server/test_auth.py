@@ -84,7 +84,7 @@ def test_files_of_keys(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# mine\nsk-first-123\n\n  sk-second-456  \nsk-first-123\n")
     assert auth.read_keys(str(path)) == ("sk-first-123", "sk-second-456")
-    assert auth.key_of({"K": "sk-first-123, sk-second-456"}, "K") == (
+    assert auth.keys_of("sk-first-123, sk-second-456") == (
         "sk-first-123",
         "sk-second-456",
     )
@@ -98,14 +98,14 @@ def test_files_without_a_usable_key_are_refused(tmp_path, text):
         auth.read_keys(str(path))
     assert not text.strip() or text.strip() not in str(why.value)
     with pytest.raises(ConfigError, match="api_key_env"):
-        auth.key_of({"K": text.strip()}, "K")
+        auth.keys_of(text.strip())
 
 
 def test_a_missing_file_or_variable_does_not_open_the_server(tmp_path):
     with pytest.raises(ConfigError):
         auth.read_keys(str(tmp_path / "none"))
     with pytest.raises(ConfigError):
-        auth.key_of({}, "K")
+        auth.keys_of("")
 
 
 def test_all_keys_are_looked_at(monkeypatch):

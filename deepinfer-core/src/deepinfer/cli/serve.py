@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from typing import Any
 
@@ -95,10 +94,11 @@ def _server_config(**given: Any) -> Any:
 
 
 def _keys(file: str | None, variable: str | None) -> tuple[str, ...]:
-    from deepinfer.server.auth import key_of, read_keys
+    from deepinfer import settings
+    from deepinfer.server.auth import keys_of, read_keys
 
     found = () if file is None else read_keys(file)
-    return found if variable is None else (*found, *key_of(os.environ, variable))
+    return found if variable is None else (*found, *keys_of(settings.named_by_user(variable)))
 
 
 def _load(config: Any, metrics: Any) -> Any:

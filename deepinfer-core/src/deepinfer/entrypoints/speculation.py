@@ -86,7 +86,7 @@ def _reader(model: str, specs: Sequence[SpeculatorSpec]) -> SpeculatorSpec:
     from deepinfer.models.registry import architectures_of
     from deepinfer.models.source import resolve
 
-    raw = open_checkpoint(resolve(model, weights=False), "dummy").config
+    raw = open_checkpoint(resolve(model, weights=False, setting="speculative"), "dummy").config
     mine = architectures_of(raw)
     fit = [spec for spec in specs if set(spec.architectures) & set(mine)]
     if fit:

@@ -55,6 +55,7 @@ def resolve(
     revision: str | None = None,
     tokenizer: str | None = None,
     weights: bool = True,
+    setting: str = "model",
 ) -> ModelSource:
     """Find a model, fetching it if it is ``demo`` or a hub id.
 
@@ -63,11 +64,12 @@ def resolve(
         revision: branch, tag or commit on the hub; paths and local copies ignore it.
         tokenizer: where the tokenizer lies if not with the model; a path or a hub id.
         weights: False: from a hub, fetch only what describes the model.
+        setting: what named it, for errors.
 
     Raises:
         ModelNotFoundError: nothing is there; the message says what was looked for and what to do.
     """
-    path, name = _find(model, revision, _MODEL_FILES if weights else _TOKENIZER_FILES, "model")
+    path, name = _find(model, revision, _MODEL_FILES if weights else _TOKENIZER_FILES, setting)
     kind: Literal["hf", "gguf"] = "gguf" if path.is_file() else "hf"
     if kind == "hf" and not (path / "config.json").exists():
         _no_config(path)
@@ -117,7 +119,7 @@ def _is_path(what: str) -> bool:
 
 def _existing(path: Path, what: str, setting: str) -> Path:
     if os.path.exists(path):
-        if path.is_file() and setting == "model" and path.suffix.lower() != ".gguf":
+        if path.is_file() and setting != "tokenizer" and path.suffix.lower() != ".gguf":
             _refuse(f"{_path(what)} is a file but not a GGUF file", what, setting)
         return path
     _refuse(f"No file or directory {_path(str(path))}", what, setting)
@@ -143,7 +145,7 @@ def _near(path: Path) -> str:
 
 def _only_gguf(path: Path, setting: str) -> Path:
     """A directory without safetensors but with exactly one GGUF file means that file."""
-    if path.is_file() or setting != "model" or any(path.glob("*.safetensors")):
+    if path.is_file() or setting == "tokenizer" or any(path.glob("*.safetensors")):
         return path
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:

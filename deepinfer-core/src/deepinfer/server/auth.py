@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -36,9 +36,9 @@ def read_keys(path: str) -> tuple[str, ...]:
     return checked_keys([k for k in keys if k and not k.startswith("#")], "api_key_file")
 
 
-def key_of(environ: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """The keys in a variable, separated by commas; refused where it is not set."""
-    keys = [k.strip() for k in environ.get(name, "").split(",")]
+def keys_of(text: str) -> tuple[str, ...]:
+    """The keys in a variable's text, separated by commas; refused where it is empty."""
+    keys = [k.strip() for k in text.split(",")]
     return checked_keys([k for k in keys if k], "api_key_env")
 
 

@@ -1,8 +1,13 @@
 """JSON schemas, regular expressions and choices to grammars that say exactly what they say."""
 
-from .compiler import CompiledSchema, compile_choice, compile_regex, compile_schema
-from .errors import Unsupported, UnsupportedSchemaError
-from .limits import SchemaOptions
+from deepinfer_structured.schema.compiler import (
+    CompiledSchema,
+    compile_choice,
+    compile_regex,
+    compile_schema,
+)
+from deepinfer_structured.schema.errors import Unsupported, UnsupportedSchemaError
+from deepinfer_structured.schema.limits import SchemaOptions
 
 __all__ = [
     "CompiledSchema",

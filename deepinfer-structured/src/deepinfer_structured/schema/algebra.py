@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from .automata import ANY, complement, meet
-from .branches import (
+from deepinfer_structured.schema.automata import ANY, complement, meet
+from deepinfer_structured.schema.branches import (
     Branch,
     Claims,
     State,
@@ -29,8 +29,8 @@ from .branches import (
     silent,
     size,
 )  # fmt: skip
-from .errors import Unsupported
-from .formula import (
+from deepinfer_structured.schema.errors import Unsupported
+from deepinfer_structured.schema.formula import (
     FALSE,
     KINDS,
     META,
@@ -57,10 +57,10 @@ from .formula import (
     Unknown,
     items_from,
 )  # fmt: skip
-from .limits import SchemaOptions, spend
-from .nodes import Again, Nodes
-from .resolve import Place, Schemas, escaped
-from .scalars import Sets
+from deepinfer_structured.schema.limits import SchemaOptions, spend
+from deepinfer_structured.schema.nodes import Again, Nodes
+from deepinfer_structured.schema.resolve import Place, Schemas, escaped
+from deepinfer_structured.schema.scalars import Sets
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,15 @@ import json
 from itertools import product
 from typing import TYPE_CHECKING
 
-from .automata import bounded, words_of
-from .branches import Branch, State, item, length
-from .errors import Unsupported
-from .formula import TRUE, At, Count, Unique
-from .limits import limit, spend
-from .write import Ref, Repeat, Sequence_
+from deepinfer_structured.schema.automata import bounded, words_of
+from deepinfer_structured.schema.branches import Branch, State, item, length
+from deepinfer_structured.schema.errors import Unsupported
+from deepinfer_structured.schema.formula import TRUE, At, Count, Unique
+from deepinfer_structured.schema.limits import limit, spend
+from deepinfer_structured.schema.write import Ref, Repeat, Sequence_
 
 if TYPE_CHECKING:
-    from .compiler import Builder
+    from deepinfer_structured.schema.compiler import Builder
 
 Counts = tuple[int, ...]
 MAX_UNIQUE = 8

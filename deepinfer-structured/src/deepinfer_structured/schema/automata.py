@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from .limits import limit, remembered, spend
+from deepinfer_structured.schema.limits import limit, remembered, spend
 
 Range = tuple[int, int]
 Edge = tuple[int, int, int]

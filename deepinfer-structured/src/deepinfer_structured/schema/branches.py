@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .automata import Language, Words, join
-from .formula import (
+from deepinfer_structured.schema.automata import Language, Words, join
+from deepinfer_structured.schema.formula import (
     META,
     NO,
     TRUE,
@@ -21,7 +21,7 @@ from .formula import (
     Size,
     Some,
 )  # fmt: skip
-from .limits import limit, spend
+from deepinfer_structured.schema.limits import limit, spend
 
 Branch = tuple[Atom, ...]
 State = frozenset[int]

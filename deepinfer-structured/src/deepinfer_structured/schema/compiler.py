@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .algebra import Algebra
-from .arrays import ArrayWriter
-from .automata import Words
-from .branches import State
-from .errors import Unsupported, UnsupportedSchemaError
-from .formula import SCALARS, TRUE
-from .limits import SchemaOptions, working
-from .numbers import spelled
-from .objects import ObjectWriter
-from .regex import regex
-from .resolve import Place, Schemas, clean
-from .write import Key, Ref, Repeat, Rules, Sequence_, written
+from deepinfer_structured.schema.algebra import Algebra
+from deepinfer_structured.schema.arrays import ArrayWriter
+from deepinfer_structured.schema.automata import Words
+from deepinfer_structured.schema.branches import State
+from deepinfer_structured.schema.errors import Unsupported, UnsupportedSchemaError
+from deepinfer_structured.schema.formula import SCALARS, TRUE
+from deepinfer_structured.schema.limits import SchemaOptions, working
+from deepinfer_structured.schema.numbers import spelled
+from deepinfer_structured.schema.objects import ObjectWriter
+from deepinfer_structured.schema.regex import regex
+from deepinfer_structured.schema.resolve import Place, Schemas, clean
+from deepinfer_structured.schema.write import Key, Ref, Repeat, Rules, Sequence_, written
 
 
 @dataclass(frozen=True, slots=True)

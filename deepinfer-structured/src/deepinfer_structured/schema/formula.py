@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .automata import Language, Strings
-from .errors import Unsupported
-from .numbers import Numbers
+from deepinfer_structured.schema.automata import Language, Strings
+from deepinfer_structured.schema.errors import Unsupported
+from deepinfer_structured.schema.numbers import Numbers
 
 TRUE, FALSE = 1, -1
 SCALARS = ("null", "boolean", "number", "string")

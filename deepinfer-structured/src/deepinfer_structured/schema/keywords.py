@@ -6,10 +6,18 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .automata import ANY, Automaton, Language, Strings, Words, complement, meet
-from .errors import UnsupportedSchemaError
-from .formats import ANNOTATIONS, FORMATS
-from .formula import (
+from deepinfer_structured.schema.automata import (
+    ANY,
+    Automaton,
+    Language,
+    Strings,
+    Words,
+    complement,
+    meet,
+)
+from deepinfer_structured.schema.errors import UnsupportedSchemaError
+from deepinfer_structured.schema.formats import ANNOTATIONS, FORMATS
+from deepinfer_structured.schema.formula import (
     FALSE,
     NO,
     TRUE,
@@ -37,12 +45,12 @@ from .formula import (
     Values,
     items_from,
 )  # fmt: skip
-from .numbers import Numbers, compared, integers, multiples, only
-from .regex import regex
-from .resolve import Place, escaped
+from deepinfer_structured.schema.numbers import Numbers, compared, integers, multiples, only
+from deepinfer_structured.schema.regex import regex
+from deepinfer_structured.schema.resolve import Place, escaped
 
 if TYPE_CHECKING:
-    from .nodes import Nodes
+    from deepinfer_structured.schema.nodes import Nodes
 
 TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 UNIVERSES = {"null": frozenset([None]), "boolean": frozenset([True, False])}

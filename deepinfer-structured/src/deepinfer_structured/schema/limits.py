@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from .errors import UnsupportedSchemaError
+from deepinfer_structured.schema.errors import UnsupportedSchemaError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from .errors import Unsupported, UnsupportedSchemaError
-from .formula import FALSE, SCALARS, TRUE, YES, Formula, Is, Or
-from .keywords import Reader, constant, kind_of
-from .limits import SchemaOptions, limit
-from .resolve import Place, Schemas
+from deepinfer_structured.schema.errors import Unsupported, UnsupportedSchemaError
+from deepinfer_structured.schema.formula import FALSE, SCALARS, TRUE, YES, Formula, Is, Or
+from deepinfer_structured.schema.keywords import Reader, constant, kind_of
+from deepinfer_structured.schema.limits import SchemaOptions, limit
+from deepinfer_structured.schema.resolve import Place, Schemas
 
 
 class Again(Exception):

@@ -13,7 +13,7 @@ from decimal import Context, Decimal
 from functools import partial
 from typing import Any
 
-from .automata import (
+from deepinfer_structured.schema.automata import (
     Automaton,
     Language,
     Words,
@@ -24,7 +24,7 @@ from .automata import (
     meet,
     words_of,
 )
-from .limits import SchemaOptions, limit, remembered
+from deepinfer_structured.schema.limits import SchemaOptions, limit, remembered
 
 MINUS, POINT, ZERO = 45, 46, 48
 MAX_REMAINDERS = 2_000

@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from .automata import Language, Words, complement, meet, words_of
-from .branches import Branch, Claims, State, size
-from .errors import Unsupported
-from .formula import FALSE, TRUE, All, Asked, Some
-from .limits import spend
-from .write import Ref, Repeat, Sequence_
+from deepinfer_structured.schema.automata import Language, Words, complement, meet, words_of
+from deepinfer_structured.schema.branches import Branch, Claims, State, size
+from deepinfer_structured.schema.errors import Unsupported
+from deepinfer_structured.schema.formula import FALSE, TRUE, All, Asked, Some
+from deepinfer_structured.schema.limits import spend
+from deepinfer_structured.schema.write import Ref, Repeat, Sequence_
 
 if TYPE_CHECKING:
-    from .compiler import Builder
+    from deepinfer_structured.schema.compiler import Builder
 
 Region = tuple[Language, State, tuple[Some, ...]]
 MAX_LISTED = 64

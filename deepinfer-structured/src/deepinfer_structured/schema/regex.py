@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from .automata import SIGMA, Automaton, Range, explore
-from .errors import UnsupportedSchemaError
-from .limits import remembered, spend
+from deepinfer_structured.schema.automata import SIGMA, Automaton, Range, explore
+from deepinfer_structured.schema.errors import UnsupportedSchemaError
+from deepinfer_structured.schema.limits import remembered, spend
 
 DIGIT: list[Range] = [(48, 57)]
 WORD: list[Range] = [(48, 57), (65, 90), (95, 95), (97, 122)]

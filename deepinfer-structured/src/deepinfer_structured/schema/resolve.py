@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
-from .errors import UnsupportedSchemaError
-from .limits import SchemaOptions
+from deepinfer_structured.schema.errors import UnsupportedSchemaError
+from deepinfer_structured.schema.limits import SchemaOptions
 
 ONE = (
     "items contains additionalProperties propertyNames not if then else unevaluatedItems "

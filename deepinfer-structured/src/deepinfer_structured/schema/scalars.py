@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .automata import ALL_STRINGS
-from .branches import State
-from .formula import (
+from deepinfer_structured.schema.automata import ALL_STRINGS
+from deepinfer_structured.schema.branches import State
+from deepinfer_structured.schema.formula import (
     And,
     Cases,
     Choice,
@@ -24,9 +24,9 @@ from .formula import (
     Unknown,
     Values,
 )  # fmt: skip
-from .keywords import UNIVERSES
-from .nodes import Nodes
-from .numbers import Numbers, numbers
+from deepinfer_structured.schema.keywords import UNIVERSES
+from deepinfer_structured.schema.nodes import Nodes
+from deepinfer_structured.schema.numbers import Numbers, numbers
 
 
 class Sets:

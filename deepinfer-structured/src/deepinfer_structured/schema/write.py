@@ -6,8 +6,17 @@ import json
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from .automata import SIGMA, Automaton, Language, Range, Words, automaton, bounded, within
-from .limits import limit, spend
+from deepinfer_structured.schema.automata import (
+    SIGMA,
+    Automaton,
+    Language,
+    Range,
+    Words,
+    automaton,
+    bounded,
+    within,
+)
+from deepinfer_structured.schema.limits import limit, spend
 
 Key = Hashable
 
