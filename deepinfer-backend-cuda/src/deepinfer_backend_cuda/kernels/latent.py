@@ -250,10 +250,13 @@ def gather_kernel(
     if COPY:
         row = t * total + i
         cols = tl.arange(0, BD)
-        value = _values(own_ptr, own, here, cols, D, D, PLAIN)
-        value += _values(ring_ptr, ring, before, cols, RING_WIDTH, D, RING_KIND)
+        value = tl.zeros((BLOCK, BD), tl.float32)
+        if tl.program_id(1) * BLOCK < SIZE:
+            value += _values(own_ptr, own, here, cols, D, D, PLAIN)
+            value += _values(ring_ptr, ring, before, cols, RING_WIDTH, D, RING_KIND)
         if ENTRIES:
-            value += _values(cache_ptr, slot, chosen, cols, CACHE_WIDTH, D, CACHE_KIND)
+            if (tl.program_id(1) + 1) * BLOCK > SIZE:
+                value += _values(cache_ptr, slot, chosen, cols, CACHE_WIDTH, D, CACHE_KIND)
         tl.store(
             pool_ptr + row[:, None] * D + cols[None, :],
             value.to(pool_ptr.dtype.element_ty),
