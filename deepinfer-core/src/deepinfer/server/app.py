@@ -23,7 +23,7 @@ from deepinfer.server import tools
 from deepinfer.server.access import Access
 from deepinfer.server.auth import Auth, Keys
 from deepinfer.server.errors import Refusal, error_response
-from deepinfer.server.exchange import Dialect, answer, body_of, read_body, unless_gone
+from deepinfer.server.exchange import Dialect, answer, reply
 from deepinfer.server.generate import Generate
 from deepinfer.server.limits import Admission
 from deepinfer.server.messages import Messages, count_tokens
@@ -64,7 +64,7 @@ def create_app(service: Service) -> ASGIApp:
         _post(api, path, _asking(service, question), schema)
     _post(api, "/abort_requests", _aborting(service), tools.AbortBody)
     recipes = Recipes(service)
-    _post(api, _RECIPES, _cooking(service, recipes), RecipeBody)
+    _post(api, _RECIPES, _replying(service, recipes.run), RecipeBody)
     _states(api, service, recipes)
     if service.config.page:
         _page(api)
@@ -143,49 +143,32 @@ def _writing(service: Service, dialect: Dialect) -> Callable[..., Any]:
 
 
 def _asking(service: Service, question: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
+    async def job(body: dict[str, Any]) -> dict[str, Any]:
+        return await service.in_thread(lambda: question(body, service))
+
+    return _replying(service, job)
+
+
+def _replying(service: Service, job: Callable[..., Any]) -> Callable[..., Any]:
     async def endpoint(request: Request) -> Response:
-        try:
-            raw = await _read(request, service)
-            work = service.in_thread(lambda: question(body_of(raw), service))
-            return JSONResponse(await unless_gone(request.receive, work))
-        except DeepInferError as why:
-            return error_response(why, request.url.path)
-
-    return endpoint
-
-
-def _cooking(service: Service, recipes: Recipes) -> Callable[..., Any]:
-    async def endpoint(request: Request) -> Response:
-        try:
-            raw = await _read(request, service)
-            body = await service.in_thread(lambda: body_of(raw))
-            return JSONResponse(await unless_gone(request.receive, recipes.run(body)))
-        except DeepInferError as why:
-            return error_response(why, request.url.path)
+        return await reply(request, service, job)
 
     return endpoint
 
 
 def _aborting(service: Service) -> Callable[..., Any]:
-    async def endpoint(request: Request) -> Response:
-        try:
-            wish = tools.AbortBody.read(body_of(await _read(request, service)))
-            if (wish.request_ids is None) is not bool(wish.abort_all):
-                raise Refusal(
-                    400,
-                    "invalid_request",
-                    "Give either request_ids or abort_all=true.",
-                    param="request_ids",
-                )
-            return JSONResponse({"aborted": await service.abort(wish.request_ids)})
-        except DeepInferError as why:
-            return error_response(why, request.url.path)
+    async def job(body: dict[str, Any]) -> dict[str, Any]:
+        wish = tools.AbortBody.read(body)
+        if (wish.request_ids is None) is not bool(wish.abort_all):
+            raise Refusal(
+                400,
+                "invalid_request",
+                "Give either request_ids or abort_all=true.",
+                param="request_ids",
+            )
+        return {"aborted": await service.abort(wish.request_ids)}
 
-    return endpoint
-
-
-async def _read(request: Request, service: Service) -> bytes:
-    return await read_body(request, service.config.max_body_bytes, service.config.body_seconds)
+    return _replying(service, job)
 
 
 def _states(api: FastAPI, service: Service, recipes: Recipes) -> None:

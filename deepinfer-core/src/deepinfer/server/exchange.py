@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -73,11 +73,36 @@ class Dialect(Protocol):
 
 
 async def answer(request: Request, service: Service, dialect: Dialect) -> Response:
-    """Read, run and answer one request."""
+    """Read, run and answer one request for text."""
+
+    async def work(raw: bytes) -> Response:
+        return await _work(request, service, dialect, raw)
+
+    return await _while_there(request, service, work)
+
+
+async def reply(
+    request: Request,
+    service: Service,
+    job: Callable[[dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]],
+) -> Response:
+    """Read and answer one request of another kind: an object in, an object out."""
+
+    async def work(raw: bytes) -> Response:
+        return JSONResponse(await job(await service.in_thread(lambda: body_of(raw))))
+
+    return await _while_there(request, service, work)
+
+
+async def _while_there(
+    request: Request,
+    service: Service,
+    work: Callable[[bytes], Coroutine[Any, Any, Response]],
+) -> Response:
+    """Do the work on a body as long as its client is there, and say what went wrong."""
     try:
         raw = await read_body(request, service.config.max_body_bytes, service.config.body_seconds)
-        work = _work(request, service, dialect, raw)
-        return await unless_gone(request.receive, work)
+        return await unless_gone(request.receive, work(raw))
     except _GoneError:
         request.state.access["status"] = 499
         return client_gone()
