@@ -119,6 +119,15 @@ def test_what_is_refused_before_a_model_is_loaded(shell, options, word):
     assert word in text or word.replace("_", "-") in text
 
 
+def test_a_run_leaves_no_log_handler_behind(shell, tmp_path):
+    import logging
+
+    log = logging.getLogger("deepinfer.server.access")
+    before = list(log.handlers), log.level, log.propagate
+    shell("serve", "--model", str(tmp_path / "none"), "--port", "0", model=False)
+    assert (list(log.handlers), log.level, log.propagate) == before
+
+
 def test_a_model_that_is_none_ends_the_program(shell, tmp_path):
     done = shell("serve", "--port", "0", "-m", str(tmp_path / "none"), model=False)
     assert done.code == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import click
@@ -66,10 +68,9 @@ def serve(
     metrics = Metrics()
     tracer = NO_TRACER if provider is None else OtelTracer(provider)
     server = Server(Service(settings, metrics, tracer), host, port)
-    if access_log:
-        _log_access()
     try:
-        run(server, lambda: _load(config, metrics), lambda *_: _tell(server.url, config.model))
+        with _logged() if access_log else nullcontext():
+            run(server, lambda: _load(config, metrics), lambda *_: _tell(server.url, config.model))
     finally:
         if provider is not None:
             provider.shutdown()
@@ -108,14 +109,22 @@ def _load(config: Any, metrics: Any) -> Any:
     return AsyncLLM.from_assembly(assemble(config, [metrics]))
 
 
-def _log_access() -> None:
-    """This program's log: one line of JSON a request, on standard error."""
+@contextmanager
+def _logged() -> Iterator[None]:
+    """While it serves: one line of JSON a request, on standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.getLogger("deepinfer.server.access")
+    before = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 def _tell(url: str, model: str) -> None:
