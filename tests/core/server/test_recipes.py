@@ -13,20 +13,22 @@ def test_the_recipes_are_listed(toy_shared):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "words", "path"),
     [
-        ({"recipe": "soup", "text": "x"}, "ner"),
-        ({"recipe": "classify", "text": "x"}, "labels or fields"),
-        ({"recipe": "classify", "text": "x", "options": {"labels": ["a"], "hue": 1}}, "hue"),
-        ({"recipe": "classify", "text": "x", "options": TICKETS, "hue": 1}, "hue"),
-        ({"recipe": "classify", "text": "", "options": TICKETS}, "text"),
-        ({"recipe": "classify", "text": "x", "options": TICKETS, "max_repairs": 99}, "max_repairs"),
-        ({"recipe": "sql", "text": "x", "options": {"ddl": "DROP"}}, "ddl"),
+        ({"recipe": "soup"}, "ner", "recipe"),
+        ({"recipe": "classify"}, "labels or fields", "options"),
+        ({"recipe": "classify", "options": {"labels": ["a"], "hue": 1}}, "hue", "options.hue"),
+        ({"recipe": "classify", "options": {"labels": "a"}}, "labels", "options.labels"),
+        ({"recipe": "classify", "options": TICKETS, "hue": 1}, "hue", "hue"),
+        ({"recipe": "classify", "text": "", "options": TICKETS}, "text", "text"),
+        ({"recipe": "classify", "options": TICKETS, "max_repairs": 99}, "max_repairs", None),
+        ({"recipe": "sql", "options": {"ddl": "DROP"}}, "ddl", "options.ddl"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(toy_shared, body, words):
-    answer = toy_shared.ask("POST", "/v1/recipes", body)
-    assert 400 <= answer.status < 500 and words in answer.error["message"]
+def test_what_cannot_be_honoured_is_refused_by_its_path(toy_shared, body, words, path):
+    answer = toy_shared.ask("POST", "/v1/recipes", {"text": "x", **body})
+    assert answer.status == 400 and words in answer.error["message"]
+    assert answer.error["param"] == (path or words)
     toy_shared.wait_idle()
 
 

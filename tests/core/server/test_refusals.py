@@ -170,6 +170,13 @@ FIELDS = [
     ("messages[1]", {"messages": [{"content": [{"type": "tool_result"}]}]}, "messages"),
     ("messages[0]", {"input": "x"}, "input"),
     ("temperature", {}, "temperature"),
+    ("labels", {"recipe": "classify", "options": {"labels": 1}}, "options.labels"),
+    ("classify", {"recipe": "classify", "text": "x"}, "options"),
+    ("/a", {"recipe": "transform", "options": {"target": {}}}, "options.target/a"),
+    ("/", {"recipe": "classify", "options": {"fields": {}}}, "options.fields"),
+    ("max_model_len", {"recipe": "ner", "text": "x"}, "text"),
+    ("so_args", {"recipe": "ner", "text": "x"}, "recipe"),
+    ("hue", {"recipe": "ner", "text": "x", "hue": 1}, "hue"),
     (None, {}, None),
 ]
 

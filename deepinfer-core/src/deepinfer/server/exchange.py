@@ -89,7 +89,8 @@ async def reply(
     """Read and answer one request of another kind: an object in, an object out."""
 
     async def work(raw: bytes) -> Response:
-        return JSONResponse(await job(await service.in_thread(lambda: body_of(raw))))
+        body = await service.in_thread(lambda: body_of(raw))
+        return JSONResponse(await _in_their_words(job(body), body))
 
     return await _while_there(request, service, work)
 
@@ -113,8 +114,13 @@ async def _while_there(
 
 async def _work(request: Request, service: Service, dialect: Dialect, raw: bytes) -> Response:
     body = await service.in_thread(lambda: body_of(raw))
+    return await _in_their_words(_run(request, service, dialect, body), body)
+
+
+async def _in_their_words(work: Coroutine[Any, Any, _T], body: dict[str, Any]) -> _T:
+    """The work; what it is refused with names the client's own fields."""
     try:
-        return await _run(request, service, dialect, body)
+        return await work
     except DeepInferError as why:
         placed = _placed(why, body)
         if placed is why:

@@ -37,6 +37,8 @@ def client_path(setting: str | None, body: Mapping[str, Any]) -> str | None:
     """
     if setting is None:
         return None
+    if "recipe" in body:
+        return _of_recipe(setting, body)
     if setting.startswith("/"):
         return _rule(body, ".schema") + ("" if setting == "/" else setting)
     if setting == "so_args" or setting.startswith("so_args."):
@@ -47,6 +49,22 @@ def client_path(setting: str | None, body: Mapping[str, Any]) -> str | None:
         if name in body:
             return _INSIDE.get(name, name)
     return setting
+
+
+def _of_recipe(setting: str, body: Mapping[str, Any]) -> str:
+    """A recipe asks in its own words: what its client wrote are options and a text."""
+    given = body.get("options")
+    options = given if isinstance(given, Mapping) else {}
+    if setting.startswith("/"):  # in the schema that one of the options is
+        names = [f".{name}" for name in ("target", "fields") if name in options]
+        return f"options{''.join(names[:1])}" + ("" if setting == "/" else setting)
+    if setting == body["recipe"]:
+        return "options"
+    if setting in ("prompt", "prompts", "prompt_token_ids", "max_model_len"):
+        return "text"
+    if setting.startswith("so_args"):
+        return "recipe"
+    return f"options.{setting}" if setting in options and setting not in body else setting
 
 
 def _rule(body: Mapping[str, Any], rest: str) -> str:

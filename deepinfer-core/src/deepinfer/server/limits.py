@@ -28,7 +28,6 @@ class Limits:
 
     Args:
         config: the limits.
-        capacity: requests that may be inside at once.
         clock: seconds.
     """
 
@@ -46,7 +45,7 @@ class Limits:
 
     @contextmanager
     def admit(self, key: str, capacity: int) -> Iterator[None]:
-        """Count a request while the block runs.
+        """Count a request while the block runs; at most ``capacity`` of all keys may.
 
         Raises:
             Refusal: 429, with the seconds after which it may work.
