@@ -1,4 +1,4 @@
-"""Documentation that can be checked: links resolve, and the README's Python runs."""
+"""Documentation that can be checked: links, the README's Python and commands, what is installed."""
 
 from __future__ import annotations
 
@@ -37,6 +37,21 @@ def test_links_resolve(page):
         elif anchor and anchor not in anchors(there.read_text("utf-8")):
             broken.append(target)
     assert not broken
+
+
+def test_the_readme_lists_every_command():
+    from deepinfer.__main__ import _COMMANDS
+
+    (listed,) = re.findall(r"^deepinfer ([\w-]+(?: \| [\w-]+)+)$", README, re.M)
+    assert listed.split(" | ") == list(_COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_pages_install_what_lies_here(page):
+    """A reader has a checkout. Under its bare name an index is asked, which may not have it."""
+    bare = re.compile(r"(?<!-e )(?<!-e [\"'])(?<![\w./-])deepinfer-")  # -e takes a folder
+    lines = re.findall(r"pip install ([^`\n]*)", page.read_text("utf-8"))
+    assert [line for line in lines if bare.search(line)] == []
 
 
 @pytest.mark.model

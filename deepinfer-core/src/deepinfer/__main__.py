@@ -24,7 +24,7 @@ _COMMANDS: Final = {
     "run-batch": ("deepinfer.cli.run_batch:run_batch", "Run an OpenAI batch file."),
     "recipe": ("deepinfer.cli.recipe:recipe", "Entities, SQL, classification, documents to data."),
     "bench": ("deepinfer.cli.bench:bench", "Measure latency, throughput and start-up."),
-    "verify": ("deepinfer.cli.verify:verify", "Check promises on this machine: determinism."),
+    "verify": ("deepinfer.cli.verify:verify", "Check promises: determinism, speculation."),
     "plugins": ("deepinfer.cli.plugins:plugins", "List, diagnose and create plugins."),
     "doctor": ("deepinfer.cli.doctor:doctor", "Diagnose this installation."),
     "config": ("deepinfer.cli.config:config", "Show settings; estimate memory."),

@@ -104,7 +104,6 @@ _SAMPLING: Final[Sequence[Option]] = (
     _opt("--frequency-penalty", type=float),
     _opt("--repetition-penalty", type=float),
     _opt("-s", "--seed", type=int, help="Same seed, same text."),
-    _opt("--samples", "n", type=int, help="Samples per prompt."),
     _opt("--stop", multiple=True, help="A text that ends the output."),
     _opt("--stop-token-id", "stop_token_ids", type=int, multiple=True),
     _opt("--include-stop-text", "include_stop_str_in_output", is_flag=True, default=None),
@@ -113,11 +112,16 @@ _SAMPLING: Final[Sequence[Option]] = (
     _opt("--allow-token-id", "allowed_token_ids", type=int, multiple=True),
     _opt("--logit-bias", multiple=True, metavar="ID:BIAS", help="Added to a token's logit."),
     _opt("--logprobs", type=int, help="Best candidates to report per token."),
+    _opt("--keep-special-tokens", "skip_special_tokens", flag_value=False, default=None),
+)
+
+# How many outputs, and what they obey: what a recipe decides itself.
+_OUTPUTS: Final[Sequence[Option]] = (
+    _opt("--samples", "n", type=int, help="Samples per prompt."),
     _opt("--json-schema", metavar="FILE|JSON", help="The output is JSON of this schema."),
     _opt("--regex", metavar="PATTERN", help="The output matches it, whole."),
     _opt("--grammar", metavar="FILE|EBNF", help="The output is a text of this grammar."),
     _opt("--choice", multiple=True, help="The output is one of these texts."),
-    _opt("--keep-special-tokens", "skip_special_tokens", flag_value=False, default=None),
 )
 
 
@@ -128,6 +132,11 @@ def engine_options(command: _Command) -> _Command:
 
 def sampling_options(command: _Command) -> _Command:
     """Adds the sampling options; the command gets them as ``sampling: dict``."""
+    return _gathered(command, (*_SAMPLING, *_OUTPUTS), "sampling")
+
+
+def drawing_options(command: _Command) -> _Command:
+    """Those of them that say how tokens are drawn and when a text ends; likewise."""
     return _gathered(command, _SAMPLING, "sampling")
 
 

@@ -11,9 +11,9 @@ import click
 
 from deepinfer.cli.options import (
     NO_LIMIT,
+    drawing_options,
     engine_options,
     open_llm,
-    sampling_options,
     sampling_params,
 )
 from deepinfer.cli.reading import TEXT_FILE, as_json, as_text, standard_input
@@ -29,7 +29,7 @@ from deepinfer.cli.reading import TEXT_FILE, as_json, as_text, standard_input
 @click.option("-o", "--option", "pairs", multiple=True, metavar="KEY=VALUE", help="JSON or text.")
 @click.option("--max-repairs", type=click.IntRange(min=0), default=2, show_default=True)
 @click.option("--steps", is_flag=True, help="Write everything that was tried, as jsonl.")
-@sampling_options
+@drawing_options
 @engine_options
 def recipe(
     name: str | None,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from deepinfer.errors import InvalidRequestError
 from deepinfer.recipes.session import Session
 from deepinfer.sampling_params import SamplingParams
 
@@ -88,8 +89,6 @@ async def _ask(llm: AsyncLLM, messages: Any, params: SamplingParams) -> tuple[st
 
 
 def _sampling(given: SamplingParams | None) -> SamplingParams:
-    from deepinfer.errors import InvalidRequestError
-
     base = given or SamplingParams(temperature=0.0, max_tokens=None)
     for name, plain in (("so_args", None), ("n", 1)):
         if getattr(base, name) != plain:

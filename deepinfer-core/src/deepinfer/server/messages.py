@@ -19,7 +19,6 @@ from deepinfer.server.service import Asked, Run, Service
 if TYPE_CHECKING:
     from deepinfer.entrypoints.outputs import RequestOutput
 
-_SAME: Final = ("max_tokens", "temperature", "top_p", "top_k")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING: Final[dict[str | None, bool]] = {"enabled": True, "disabled": False}
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
