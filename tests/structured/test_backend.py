@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from deepinfer.errors import ConfigError, DeepInferError, InvalidRequestError
+from deepinfer.errors import ConfigError, EngineClosedError, InvalidRequestError
 from grammar_rig import ToyVocabulary, allowed, backend_for, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,7 +196,7 @@ def test_closing_does_not_wait_for_a_grammar_that_never_compiles(demo_tokenizer)
     def foreign():
         try:
             one.compile(spec("ebnf", AMBIGUOUS), ENDS)
-        except DeepInferError as why:
+        except EngineClosedError as why:  # and not that its process died of it
             errors.append(why)
 
     thread = threading.Thread(target=foreign)
@@ -206,7 +206,27 @@ def test_closing_does_not_wait_for_a_grammar_that_never_compiles(demo_tokenizer)
     one.close()
     thread.join(10)
     assert errors and time.perf_counter() - start < 5
+    with pytest.raises(EngineClosedError):
+        one.compile(spec("ebnf", 'root ::= "b"'), ENDS)
     one.close()
+
+
+@pytest.mark.parametrize("task", ["ebnf", "validation"])
+def test_what_another_process_refuses_is_blamed_on_the_right_thing(monkeypatch, task):
+    from deepinfer_structured.processes import RefusedError
+
+    def refuse(kind, text, seconds):
+        raise RefusedError("it needs too much memory")
+
+    one = backend()
+    monkeypatch.setattr(one._processes, "run", refuse)
+    with pytest.raises(InvalidRequestError) as error:
+        if task == "ebnf":
+            one.compile(spec("ebnf", 'root ::= "a"'), ENDS)
+        else:
+            one._validator(spec("json", SCHEMA, on_unsupported="validate"))(b"1")
+    said = {"ebnf": "xgrammar refuses this ebnf", "validation": "The text cannot be validated"}
+    assert str(error.value).startswith(said[task])
 
 
 def nested(kind, depth):

@@ -18,6 +18,7 @@ from deepinfer.errors import DeepInferError, InvalidRequestError
 
 from deepinfer_structured import frames
 from deepinfer_structured.cache import DiskCache, Locks, MemoryCache, Recent
+from deepinfer_structured.child import reason
 from deepinfer_structured.masks import Masks
 from deepinfer_structured.matcher import Matcher
 from deepinfer_structured.options import Options
@@ -130,8 +131,6 @@ class XGrammarBackend:
         try:
             return compiler.compile_grammar(source.text), None
         except RuntimeError as why:
-            from deepinfer_structured.child import reason
-
             raise InvalidRequestError(
                 f"xgrammar refuses this {kind}: {reason(why)}.", setting="so_args.schema"
             ) from why
@@ -142,7 +141,8 @@ class XGrammarBackend:
 
     def _compile_apart(self, source: Source, kind: str) -> str:
         task = frames.TAG if source.tag else frames.GRAMMAR
-        answer = self._ask(task, source.text, f"This {kind} takes more than {{}} s to compile.")
+        slow = f"This {kind} takes more than {{}} s to compile."
+        answer = self._ask(task, source.text, slow, f"xgrammar refuses this {kind}")
         cost, _, text = answer.partition("\n")
         seconds, size = json.loads(cost)
         if seconds > self.options.fill_seconds:
@@ -151,14 +151,15 @@ class XGrammarBackend:
             raise _costs(f"This {kind} takes {size >> 20} MiB of memory when it is compiled.")
         return text
 
-    def _ask(self, task: bytes, text: str, slow: str) -> str:
+    def _ask(self, task: bytes, text: str, slow: str, refused: str) -> str:
+        """Another process's answer; ``slow`` and ``refused`` say what became of it otherwise."""
         try:
             return self._processes.run(task, text, self.options.compile_seconds)
         except TooSlowError:
             raise _costs(slow.format(f"{self.options.compile_seconds:g}")) from None
         except RefusedError as why:
             raise InvalidRequestError(
-                f"xgrammar refuses it: {str(why).rstrip('.')}.", setting="so_args.schema"
+                f"{refused}: {str(why).rstrip('.')}.", setting="so_args.schema"
             ) from None
 
     # Matchers.
@@ -181,7 +182,8 @@ class XGrammarBackend:
         def validate(text: bytes) -> str | None:
             question = {"schema": spec.rule, "text": text.decode(errors="replace")}
             slow = "The text takes more than {} s to validate against its schema."
-            return self._ask(frames.VALIDATE, json.dumps(question), slow) or None
+            refused = "The text cannot be validated against its schema"
+            return self._ask(frames.VALIDATE, json.dumps(question), slow, refused) or None
 
         return validate
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from queue import LifoQueue
 from typing import IO, Any, Final, cast
 
+from deepinfer.errors import EngineClosedError
+
 from deepinfer_structured import frames
 
 _START_SECONDS: Final = 120.0
@@ -55,16 +57,19 @@ class Processes:
         Raises:
             TooSlowError: it took longer, or the process died of it.
             RefusedError: with the process's own words.
+            EngineClosedError: before the task was done.
         """
         process = self._idle.get()
         try:
             if process is None:
                 process = self._start()
             answer = process.ask(kind, text, seconds)
-        except BaseException:
+        except BaseException as why:
             if process is not None:
                 self._end(process)
             self._idle.put(None)
+            if self._closed and isinstance(why, Exception):
+                raise EngineClosedError("The engine is closed.") from None
             raise
         self._idle.put(process)
         if answer[0] == frames.REFUSAL:
@@ -74,7 +79,7 @@ class Processes:
     def _start(self) -> _Process:
         with self._lock:
             if self._closed:
-                raise RefusedError("the engine is closed")
+                raise EngineClosedError("The engine is closed.")
             process = _Process()
             self._running.add(process)
         kind, why = process.ask(frames.VOCABULARY, self._vocabulary(), _START_SECONDS)
