@@ -18,6 +18,19 @@ pytest.importorskip("uvicorn")
 LIMITS = ("--port", "0", "--threads", "1", "--max-batch-size", "4")
 
 
+def test_the_page_tells_every_option_of_the_server():
+    from pathlib import Path
+
+    from deepinfer.cli.options import _ENGINE
+    from deepinfer.cli.serve import serve
+
+    page = (Path(__file__).parents[3] / "docs" / "server.md").read_text("utf-8")
+    engine = {part for names, _ in _ENGINE for name in names for part in name.split("/")}
+    told = [{*o.opts, *o.secondary_opts} for o in serve.params if not engine & {*o.opts}]
+    assert len(told) > 10
+    assert [names for names in told if not any(f"`{n}" in page for n in names)] == []
+
+
 @pytest.fixture
 def program(tiny_model):
     """``program(*options)`` -> process and address, once the model is served."""

@@ -12,9 +12,9 @@ from deepinfer.sampling_params import SamplingParams
 from deepinfer.server.blocks import Block, Blocks, pieces_of
 from deepinfer.server.errors import error_body
 from deepinfer.server.exchange import event
-from deepinfer.server.openai import checked_prefix, plain_message
 from deepinfer.server.schemas_blocks import CountTokensBody, MessagesBody
 from deepinfer.server.service import Asked, Run, Service
+from deepinfer.server.talk import checked_prefix, plain_message
 
 if TYPE_CHECKING:
     from deepinfer.entrypoints.outputs import RequestOutput

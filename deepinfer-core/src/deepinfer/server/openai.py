@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer.chat.deepseek import GENERATIONS
 from deepinfer.entrypoints.bodies import body_params, chat_options
-from deepinfer.errors import InvalidRequestError
 from deepinfer.server.errors import error_body
 from deepinfer.server.exchange import event
 from deepinfer.server.schemas import ChatBody, CompletionBody, OpenAISampling
 from deepinfer.server.service import Asked, Run, Service
+from deepinfer.server.talk import checked_prefix, plain_message
 from deepinfer.server.tools import as_prompts, chat_logprobs, text_logprobs, usage
 
 if TYPE_CHECKING:
@@ -72,34 +71,6 @@ class Chat:
 
     def writer(self, run: Run, body: dict[str, Any], service: Service) -> ChatWriter:
         return ChatWriter(run, ChatBody.read(body), service)
-
-
-def plain_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message in the words of chat formats: parts that are all text are one text.
-
-    They are joined as DeepSeek's own API joins them, by an empty line.
-    """
-    left = {k: v for k, v in message.items() if k not in ("name", "annotations")}
-    content = left.get("content")
-    if isinstance(content, list) and all(part["type"] == "text" for part in content):
-        left["content"] = "\n\n".join(part["text"] for part in content)
-    return left
-
-
-def checked_prefix(talk: Sequence[dict[str, Any]], service: Service) -> None:
-    """Refuse a message that the answer should continue where the chat format cannot do that.
-
-    Raises:
-        InvalidRequestError: naming the message.
-    """
-    continues = service.llm.assembly.facts.architecture in GENERATIONS
-    for index, message in enumerate(talk):
-        if message.get("prefix") and not continues:
-            raise InvalidRequestError(
-                f"messages[{index}]: the chat format of this model cannot continue an answer.",
-                setting=f"messages[{index}]",
-                next_step="End with a message of the user.",
-            )
 
 
 class _Writer:

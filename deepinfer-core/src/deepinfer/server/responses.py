@@ -11,9 +11,9 @@ from deepinfer.entrypoints.bodies import body_params
 from deepinfer.server.blocks import Block, Blocks, pieces_of
 from deepinfer.server.errors import error_body
 from deepinfer.server.exchange import event
-from deepinfer.server.openai import plain_message
 from deepinfer.server.schemas_blocks import ResponsesBody
 from deepinfer.server.service import Asked, Run, Service
+from deepinfer.server.talk import plain_message
 
 if TYPE_CHECKING:
     from deepinfer.entrypoints.outputs import RequestOutput

@@ -12,6 +12,7 @@ from deepinfer import __version__
 from deepinfer.entrypoints.bodies import chat_options
 from deepinfer.errors import InvalidRequestError
 from deepinfer.server.schemas import Body, ChatMessage, Text, Token, Tool
+from deepinfer.server.talk import plain_message
 
 if TYPE_CHECKING:
     from deepinfer.api.plan import TokenLogprob
@@ -157,8 +158,6 @@ def tokenize(body: dict[str, Any], service: Service) -> dict[str, Any]:
                 "add_special_tokens belongs to a prompt; a chat format has its own.",
                 setting="add_special_tokens",
             )
-        from deepinfer.server.openai import plain_message
-
         said = wish.said()
         talk = [plain_message(m) for m in said["messages"]]
         ids = assembly.render_chat(talk, chat_options(said))["prompt_token_ids"]
