@@ -68,7 +68,7 @@ class SQLGeneration(Options):
             )
         shown = examples_of(database) if self.examples is None else list(self.examples)
         is_json = self.queries == "any"
-        turns = [(asked, {"sql": query} if is_json else query) for asked, query in shown]
+        turns = [(asked, {"sql": query} if is_json else f"{query};") for asked, query in shown]
         return [Ask(told(self._system(), text, turns), so_args, text, is_json)]
 
     def problems(self, ask: Ask, answer: Any) -> Sequence[str]:
@@ -79,7 +79,7 @@ class SQLGeneration(Options):
         """The query."""
         answer = answers[0]
         query: str = answer if isinstance(answer, str) else answer["sql"]
-        return query
+        return query.rstrip().removesuffix(";")
 
     def database(self) -> Database:
         """What the DDL defines."""

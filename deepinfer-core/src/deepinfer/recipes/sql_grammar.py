@@ -74,7 +74,8 @@ def grammar(database: Database, longest_text: int) -> str:
     # A text holds no quotes and no backslash, which dialects read differently.
     return "\n".join(
         [
-            f"root ::= {heads}",
+            # Most models end a query with a semicolon, and without one they would write on.
+            f'root ::= ({heads}) ";"?',
             *rules,
             'limit ::= " LIMIT " [1-9] [0-9]{0,2}',
             'direction ::= (" ASC" | " DESC")?',
