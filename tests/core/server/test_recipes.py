@@ -19,6 +19,7 @@ def test_the_recipes_are_listed(toy_shared):
         ({"recipe": "classify"}, "labels or fields", "options"),
         ({"recipe": "classify", "options": {"labels": ["a"], "hue": 1}}, "hue", "options.hue"),
         ({"recipe": "classify", "options": {"labels": "a"}}, "labels", "options.labels"),
+        ({"recipe": "ner", "options": {"types": [3]}}, "types", "options.types.0"),
         ({"recipe": "classify", "options": TICKETS, "hue": 1}, "hue", "hue"),
         ({"recipe": "classify", "text": "", "options": TICKETS}, "text", "text"),
         ({"recipe": "classify", "options": TICKETS, "max_repairs": 99}, "max_repairs", None),

@@ -171,6 +171,7 @@ FIELDS = [
     ("messages[0]", {"input": "x"}, "input"),
     ("temperature", {}, "temperature"),
     ("labels", {"recipe": "classify", "options": {"labels": 1}}, "options.labels"),
+    ("labels.0", {"recipe": "classify", "options": {"labels": [1]}}, "options.labels.0"),
     ("classify", {"recipe": "classify", "text": "x"}, "options"),
     ("/a", {"recipe": "transform", "options": {"target": {}}}, "options.target/a"),
     ("/", {"recipe": "classify", "options": {"fields": {}}}, "options.fields"),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deepinfer.errors import InvalidRequestError, shown
+from deepinfer.structured.spec import explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +112,9 @@ class Options(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            lines = []
-            for item in error.errors(include_url=False):
-                where = ".".join(map(str, item["loc"])) or self.name
-                reason = item["msg"].removeprefix("Value error, ")
-                given = "" if item["type"] == "missing" else f"={shown(item['input'])}"
-                lines.append(f"{where}{given}: {reason}")
-            first = error.errors()[0]["loc"]
-            raise InvalidRequestError(
-                f"Recipe {self.name}: {'; '.join(lines)}.",
-                setting=str(first[0]) if first else self.name,
-            ) from None
+            found = explain(f"Recipe {self.name}", error)
+            found.setting = found.setting or self.name  # all options together are wrong
+            raise found from None
 
     def problems(self, ask: Ask, answer: Any) -> Sequence[str]:
         """Nothing: the grammar has said it all."""

@@ -64,7 +64,8 @@ def _of_recipe(setting: str, body: Mapping[str, Any]) -> str:
         return "text"
     if setting.startswith("so_args"):
         return "recipe"
-    return f"options.{setting}" if setting in options and setting not in body else setting
+    option = setting.partition(".")[0]
+    return f"options.{setting}" if option in options and option not in body else setting
 
 
 def _rule(body: Mapping[str, Any], rest: str) -> str:
