@@ -37,7 +37,12 @@ TABLE = {
     # `deepinfer verify` and `bench` run these two on request; nothing else may.
     "cli": (f"{PLAIN} {DOOR} __init__", "* testing benchmarking", "lazy", "click tqdm numpy"),
     "benchmarking": (f"{PLAIN} {DOOR} __init__", "*", "lazy", "numpy"),
-    "recipes": (f"{PLAIN} api discovery sampling_params structured", "plugins", "never", "pydantic"),
+    "recipes": (
+        f"{PLAIN} api discovery sampling_params structured",
+        "plugins",
+        "never",
+        "pydantic",
+    ),
     "serving": (f"{PLAIN} {DOOR}", "executors", "lazy", "numpy"),
     # Imported by `deepinfer serve` alone, so what the extra brings may stand at the top.
     "server": (

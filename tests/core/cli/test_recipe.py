@@ -18,6 +18,8 @@ def test_without_a_name_it_lists(shell):
         (("classify", "x"), "labels or fields"),
         (("classify", "x", *LABELS, "-o", "hue=1"), "hue"),
         (("classify", "x", "-o", "labels"), "KEY=VALUE"),
+        (("classify", "x", "-o", "labels=good"), "expected a list"),
+        (("ner", "x", "-o", "types=person"), "expected a list"),
         (("classify", "x", *LABELS, "--temperature", "-1"), "temperature"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 from pydantic import Field, field_validator, model_validator
 
-from deepinfer.recipes.interface import Ask, Options, json_answer, told
+from deepinfer.recipes.interface import Ask, Options, Texts, json_answer, told
 from deepinfer.recipes.schemas import bounded, objections, schema_of
 
 SUPPORT_TICKET: Final = {
@@ -39,7 +39,7 @@ class Classification(Options):
 
     name: ClassVar[str] = "classify"
 
-    labels: tuple[str, ...] = ()
+    labels: Texts = ()
     multiple: bool = False
     fields: Any = None
     instructions: str = ""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 from pydantic import Field
 
-from deepinfer.recipes.interface import Ask, Options, told
+from deepinfer.recipes.interface import Ask, Options, Texts, told
 from deepinfer.recipes.pieces import pieces
 
 _WORD: Final = re.compile(r"\S+")
@@ -52,7 +52,7 @@ class NamedEntities(Options):
 
     name: ClassVar[str] = "ner"
 
-    types: tuple[str, ...] = Field(default=("person", "organization", "location"), min_length=1)
+    types: Texts = Field(default=("person", "organization", "location"), min_length=1)
     instructions: str = ""
     examples: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] | None = None
     max_words: int = Field(default=4, ge=1, le=12)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from deepinfer.structured.spec import explain
+from deepinfer.structured.spec import as_tuple, explain
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+"""An option that is a list of texts."""
 
 
 @dataclass(frozen=True, slots=True)
