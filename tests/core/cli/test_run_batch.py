@@ -65,8 +65,8 @@ def test_one_bad_line_does_not_lose_the_others(shell, tmp_path):
     assert done.code == 1
     assert [w["response"]["status_code"] for w in written] == [200, *[400] * 9, 200]
     errors = [w["error"]["message"] for w in written if w["error"]]
-    named = ("no JSON", "/v1/embeddings", "nonsense", "temperature", "empty", "nobody")
-    for error, words in zip(errors, (*named, "shape", "shape", "no body"), strict=True):
+    named = ("no JSON", "/v1/embeddings", "nonsense", "temperature", "empty", "nobody", "shape")
+    for error, words in zip(errors, (*named, "json_schema.schema", "no body"), strict=True):
         assert words in error
 
 

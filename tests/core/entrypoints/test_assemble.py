@@ -115,6 +115,7 @@ def test_both_doors_hand_every_argument_on(door, monkeypatch):
         "max_num_batched_tokens": 9, "page_size": 32, "kv_cache_memory": 10, "seed": 11,
         "num_threads": 12, "yoco_prefill_truncation_mode": "mask", "yoco_prefill_keep_tokens": 13,
         "dequantize_weights": True, "load_format": "dummy",
+        "grammar_acceleration": "cpu",
     }  # fmt: skip
     for name, field in EngineConfig.model_fields.items():
         if name.endswith("parallel_size"):

@@ -138,13 +138,3 @@ def test_images_wait_for_an_engine_that_takes_them(llm):
     llm.assembly._chat_formats[None] = Seeing()
     with pytest.raises(InvalidRequestError, match="here is an image"):
         llm.chat(TALK, GREEDY)
-
-
-def test_a_grammar_would_force_the_reasoning_too(llm):
-    class Thinking(Parsing):
-        def render(self, messages, options):
-            return RenderedChat(text="a", parser=AtTheC, reasoning_end="</think>")
-
-    llm.assembly._chat_formats[None] = Thinking()
-    with pytest.raises(InvalidRequestError, match="so_args would force the model's reasoning"):
-        llm.chat(TALK, GREEDY.model_copy(update={"so_args": {"schema_type": "json_object"}}))

@@ -13,7 +13,7 @@ CTX = OpContext(dtype=torch.float32, device=torch.device("cpu"), num_threads=1, 
 NATIVE = {
     *("linear", "grouped_linear", "embedding", "rms_norm", "add_rms_norm", "silu_mul", "rope"),
     *("kv_write", "plan_attention", "attention", "gumbel_argmax", "logprobs"),
-    *("filter_top", "attention_block", "mlp_block", "decoder_layers"),
+    *("apply_bitmask", "filter_top", "attention_block", "mlp_block", "decoder_layers"),
 }
 
 
