@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 from deepinfer import SamplingParams
-from deepinfer.errors import InvalidRequestError
+from deepinfer.errors import InvalidRequestError, UnsupportedError
 from deepinfer.recipes import (
     Classification,
     NamedEntities,
@@ -124,6 +125,13 @@ def test_what_the_recipe_sets_may_not_be_given(wish):
         run(
             Scripted(), Classification(labels=("a",)), ["x"], sampling_params=SamplingParams(**wish)
         )
+
+
+@pytest.mark.parametrize("more", [{}, {"dialect": "sqlite"}])
+def test_sql_without_its_extra_says_what_to_install(monkeypatch, more):
+    monkeypatch.setitem(sys.modules, "sqlglot", None)
+    with pytest.raises(UnsupportedError, match=r"sqlglot.*deepinfer-core\[recipes\]"):
+        SQLGeneration(ddl=DDL, **more)
 
 
 def test_entities_are_placed_in_the_order_of_the_text():

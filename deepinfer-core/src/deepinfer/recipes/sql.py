@@ -42,6 +42,10 @@ class SQLGeneration(Options):
     examples: tuple[tuple[str, str], ...] | None = None
     max_text: int = Field(default=400, ge=1)
 
+    def __init__(self, **options: Any) -> None:
+        _sqlglot()  # said before a model is loaded
+        super().__init__(**options)
+
     @field_validator("dialect")
     @classmethod
     def _known(cls, value: str) -> str:
