@@ -138,6 +138,37 @@ def test_foreign_grammars_are_refused_in_xgrammars_words(rule, word):
         SHARED.compile(spec("ebnf", rule), ENDS)
 
 
+@pytest.mark.parametrize("count", ["2147483648", "4294967298", f"{2**64 + 2}", "9" * 5000])
+@pytest.mark.parametrize("braces", ["{%s}", "{1,%s}", "{%s,}", "{ 1 , %s }"])
+def test_a_count_that_xgrammar_would_read_as_another_is_refused(count, braces):
+    rule = 'root ::= "a"' + braces % count + ' "b"'
+    tag = {"type": "structural_tag", "format": {"type": "grammar", "grammar": rule}}
+    for kind, each in (("ebnf", rule), ("structural_tag", tag)):
+        with pytest.raises(InvalidRequestError, match="counts to"):
+            backend().check(spec(kind, each))
+
+
+def test_counts_are_looked_for_where_a_grammar_has_them():
+    rule = 'root ::= "{9999999999}" [{9999999999}] "\\"{9999999999}" # {9999999999}'
+    backend().check(spec("ebnf", rule))
+
+
+def test_a_tag_holds_no_number_that_xgrammar_would_read_as_another():
+    text = {"type": "const_string", "value": "a"}
+    form = {"type": "repeat", "min": 1, "max": 2**32 + 2, "content": text}
+    with pytest.raises(InvalidRequestError, match="/format/max"):
+        backend().check(spec("structural_tag", {"type": "structural_tag", "format": form}))
+
+
+@pytest.mark.parametrize("kind, rule", [("regex", "\ud800"), ("ebnf", 'root ::= "\ud800"')])
+def test_half_of_a_surrogate_pair_is_no_text(kind, rule):
+    """It would be written as another character."""
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": rule}}
+    for each in ((kind, rule), ("choice", ["a", rule]), ("structural_tag", tag)):
+        with pytest.raises(InvalidRequestError, match="surrogate"):
+            spec(*each)
+
+
 def test_no_tokenizer_is_said_at_submission():
     from deepinfer.api.grammar import GrammarContext
     from grammar_rig import XGrammarBackend

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from deepinfer.errors import InvalidRequestError
 
+from deepinfer_structured.counts import check_counts
 from deepinfer_structured.options import Options
 from deepinfer_structured.schema import (
     SchemaOptions,
@@ -109,6 +110,7 @@ def _choice(spec: Any, options: Options) -> Source:
 
 
 def _ebnf(spec: Any, options: Options) -> Source:
+    check_counts(spec.rule, "The")
     return Source(spec.rule, foreign=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from deepinfer.errors import InvalidRequestError
 
+from deepinfer_structured.counts import check_counts
 from deepinfer_structured.schema import (
     SchemaOptions,
     UnsupportedSchemaError,
@@ -19,6 +20,7 @@ from deepinfer_structured.schema import (
 )
 
 _DEPTH: Final = 32
+_MOST: Final = 2**31 - 1
 _PLAIN_JSON: Final = {"type", "json_schema", "style"}
 
 
@@ -70,6 +72,8 @@ class _Writer:
             raise _wrong(path, f"tags are nested deeper than {_DEPTH}")
         if isinstance(part, list):
             return [self.write(p, f"{path}/{i}", depth + 1) for i, p in enumerate(part)]
+        if isinstance(part, int | float) and abs(part) > _MOST:  # xgrammar would wrap it
+            raise _wrong(path, f"no number may be beyond {_MOST}")
         if not isinstance(part, Mapping):
             return part
         kind = part.get("type")
@@ -77,6 +81,8 @@ class _Writer:
             return self._schema(part, path)
         if kind == "regex":
             return self._regex(part, path)
+        if kind == "grammar" and isinstance(part.get("grammar"), str):
+            check_counts(part["grammar"], f"structural_tag at {path}/grammar: the")
         if kind == "token":
             return {**part, "token": self._token(part.get("token"), f"{path}/token")}
         written = {key: self.write(p, f"{path}/{key}", depth + 1) for key, p in part.items()}

@@ -228,3 +228,24 @@ def test_hostile_schemas_end(name):
     except UnsupportedSchemaError as error:
         assert error.unsupported.instead
     assert time.process_time() - start < 30  # about 3 s on an idle machine
+
+
+@pytest.mark.parametrize("count", [2**31 + 1, 2**32 + 2, 2**53 - 1, 2**64 + 2])
+def test_no_count_is_read_as_another(count):
+    """xgrammar keeps counts in 32 bits: 4294967298 would be 2."""
+    ones = {"type": "array", "items": {"const": 1}}
+    for schema, texts in (
+        ({**ones, "maxItems": count}, ["[]", "[1,1,1]", f"[{','.join('1' * 40)}]"]),
+        ({"type": "string", "maxLength": count}, ['""', '"aaa"', f'"{"a" * 400}"']),
+        ({"type": "object", "maxProperties": count, "required": ["a"]}, ['{"a":1}']),
+    ):
+        grammar = grammar_of(schema)
+        assert all(accepts(grammar, text) for text in texts), schema
+    for schema in ({**ones, "minItems": count}, {**ones, "prefixItems": [{}], "minItems": count}):
+        with pytest.raises(UnsupportedSchemaError, match="counts to"):
+            grammar_of(schema)
+    try:
+        grammar = grammar_of({"type": "string", "minLength": count})
+    except UnsupportedSchemaError:
+        return
+    assert not any(accepts(grammar, f'"{"a" * n}"') for n in (0, 2, 3, 64, 66, 128, 200))

@@ -87,6 +87,8 @@ class StructuredSpec(Frozen):
     def _as_data(self) -> StructuredSpec:
         """The rule as plain data of its own, which nobody can change behind the engine's back."""
         rule = _RULES[self.schema_type](self.rule)
+        if self.schema_type != "json":  # a schema's own check says where
+            _check_text(rule)
         object.__setattr__(self, "rule", rule)
         return self
 
@@ -132,6 +134,14 @@ def _choices(rule: Any) -> tuple[str, ...]:
     if not choices or not all(isinstance(text, str) and text for text in choices):
         raise ValueError("schema must be a list of texts, none of them empty")
     return choices
+
+
+def _check_text(rule: Any) -> None:
+    """Refuse what no text can be: it would be written as another character."""
+    try:
+        json.dumps(rule, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("schema holds half of a surrogate pair, which is no text") from None
 
 
 def _nothing(rule: Any) -> None:

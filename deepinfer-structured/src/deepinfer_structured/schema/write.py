@@ -47,6 +47,8 @@ class Repeat:
 Symbol = str | Ref | Chars | Repeat
 Sequence_ = tuple[Symbol, ...]
 BLOCK, GROUP = 64, 500
+MOST_TIMES = 2**31 - 1
+"""xgrammar counts in 32 bits, and would read 4294967298 as 2. No text is as long."""
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 HEX: tuple[Range, ...] = ((48, 57), (65, 70), (97, 102))
 
@@ -71,6 +73,7 @@ class Rules:
 
     def strings(self, language: Language, low: int = 0, high: int | None = None) -> list[Sequence_]:
         """The JSON texts of the strings of a language, of ``low`` to ``high`` code points."""
+        high = None if high is not None and high > MOST_TIMES else high
         if isinstance(language, Words) and not language.negated:
             fitting = (w for w in sorted(language.words) if within(len(w), low, high))
             return self.grouped(sorted(text for word in fitting for text in spellings(word)))
@@ -309,7 +312,10 @@ def _symbol(symbol: Ref | Chars | Repeat, names: dict[Key, str]) -> str:
         return f"[{''.join(ends)}]"
     if (symbol.low, symbol.high) == (0, None):
         return f"{names[symbol.key]}*"
-    return f"{names[symbol.key]}{{{symbol.low},{'' if symbol.high is None else symbol.high}}}"
+    if symbol.low > MOST_TIMES:
+        raise limit(f"counts to {symbol.low}, which no text reaches", "a smaller count")
+    high = "" if symbol.high is None or symbol.high > MOST_TIMES else symbol.high
+    return f"{names[symbol.key]}{{{symbol.low},{high}}}"
 
 
 def escaped(text: str) -> str:
