@@ -80,6 +80,26 @@ def test_a_body_that_never_arrives_has_its_time(toy_server):
     server.wait_idle()
 
 
+def test_a_client_that_reads_nothing_has_its_time(toy_server, slow, monkeypatch):
+    """It may keep its connection, but neither its place nor its pages."""
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+    send = RequestResponseCycle.send
+
+    async def full(self, message):
+        """As where all buffers up to the client are full."""
+        await (asyncio.Event().wait() if message.get("more_body") else send(self, message))
+
+    monkeypatch.setattr("deepinfer.server.exchange._UNREAD_SECONDS", 0.2)
+    server = toy_server(slow(), max_concurrency_per_key=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestResponseCycle, "send", full)
+        with raw(server, "/v1/generate", {**LONG, "stream": True}) as sock:
+            assert b"200 OK" in sock.recv(4096)
+            server.wait_idle()
+    assert server.post("/v1/generate", prompt="abc", max_tokens=2).status == 200
+
+
 def test_a_third_hangs_up_and_the_others_do_not_notice(toy_server, slow):
     """Random departures among streams of which the rest must equal what they are alone."""
     server = toy_server(slow(jitter=0.002, max_num_seqs=8))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import threading
 import time
 
@@ -200,6 +201,18 @@ def test_an_observer_knows_times_and_drafts():
     }
     for name, value in want.items():
         assert metric(text, f"deepinfer_{name}") == pytest.approx(value), name
+
+
+def test_no_series_is_named_by_a_stranger(toy_server):
+    """Methods and paths of a client's own, with and without a key: each would stay for ever."""
+    server = toy_server(api_keys=("a-long-key",))
+    for key in ("a-long-key", "another-key"):
+        for name in ("FOO", "FOO-2", "get", "A" * 3000):
+            for path in ("/health", "/v1/generate", f"/{name}"):
+                server.ask(name, path, headers={"x-api-key": key})
+    text = server.get("/metrics", headers={"x-api-key": "a-long-key"}).text
+    labels = set(re.findall(r'method="([^"]*)",route="([^"]*)"', text))
+    assert labels == {("other", route) for route in ("/health", "/v1/generate", "other")}
 
 
 def test_metrics_count_what_happened(toy_server):

@@ -32,6 +32,8 @@ _T = TypeVar("_T")
 _SSE: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _IGNORED: Final = "x-deepinfer-ignored"
 _HEADER_BYTES: Final = 2048
+_UNREAD_SECONDS: Final = 60.0
+"""A stream's client that takes nothing in for so long has left; it would keep its place."""
 
 
 class Writer(Protocol):
@@ -221,7 +223,11 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             async for text in events:
                 part = {"body": text.encode(), "more_body": True}
-                await send({"type": "http.response.body", **part})
+                try:
+                    async with asyncio.timeout(_UNREAD_SECONDS):
+                        await send({"type": "http.response.body", **part})
+                except TimeoutError:
+                    raise _GoneError from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

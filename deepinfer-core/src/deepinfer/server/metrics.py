@@ -75,6 +75,7 @@ _COUNTED: Final[Mapping[str, str]] = {
     "verified_draft_tokens": "Drafts that were looked at.",
     "accepted_draft_tokens": "Drafts that were right.",
 }
+_METHODS: Final = frozenset("GET HEAD POST PUT PATCH DELETE OPTIONS TRACE CONNECT".split())
 # Counters of the engine that are no numbers, or that are shown under another name.
 _LEFT_OUT: Final = ("finished", "output_tokens", "prompt_tokens")
 
@@ -144,8 +145,11 @@ class Metrics:
     # The event loop's thread.
 
     def http(self, route: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request ended. ``route`` is a template, never a client's own path."""
-        key = (route, method, str(status))
+        """An HTTP request ended. ``route`` is a template, never a client's own path.
+
+        A method of a client's own is ``other``: each would be a series that stays.
+        """
+        key = (route, method if method in _METHODS else "other", str(status))
         self._requests[key] = self._requests.get(key, 0) + 1
         self._http_seconds.add(seconds)
 
