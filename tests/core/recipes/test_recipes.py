@@ -162,12 +162,23 @@ def test_entities_are_placed_in_the_order_of_the_text():
         ("INSERT INTO artist (id) VALUES (1)", "INSERT"),
         ("SELECT 1; SELECT 2", "2 statements"),
         ("SELECT FROM WHERE", "no sqlite SQL"),
+        ("SELECT", "selects nothing"),
         ("", "0 statements"),
+        ("WITH t AS (DELETE FROM artist RETURNING id) SELECT id FROM t", "DELETE"),
+        ("WITH t AS (INSERT INTO artist (id) VALUES (1) RETURNING id) SELECT id FROM t", "INSERT"),
+        ("WITH t AS (UPDATE artist SET id = 1 RETURNING id) SELECT id FROM t", "UPDATE"),
+        ("SELECT id INTO artist FROM artist", "INTO"),
+        (f"SELECT id FROM artist WHERE id = {'(' * 3000}1{')' * 3000}", "too deep"),
     ],
 )
 def test_queries_are_checked_against_the_database(query, problem):
     found = SQLGeneration(ddl=DDL).check_query(query)
     assert (found == []) if problem is None else problem in found[0]
+
+
+def test_a_database_that_is_nested_too_deep_is_refused():
+    with pytest.raises(InvalidRequestError, match="too deep"):
+        SQLGeneration(ddl=f"CREATE TABLE t (a INT CHECK {'(' * 3000}a{')' * 3000})").database()
 
 
 @pytest.mark.parametrize("queries", ["subset", "any"])

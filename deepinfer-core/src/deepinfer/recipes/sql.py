@@ -16,6 +16,7 @@ from deepinfer.recipes.interface import Ask, Options, json_answer, told
 from deepinfer.recipes.sql_grammar import Database, examples_of, grammar
 
 _MOST_PROBLEMS = 3
+_CHANGES = ("Insert", "Update", "Delete", "Merge", "Into")  # what a query may hold, in a WITH
 
 
 class SQLGeneration(Options):
@@ -97,6 +98,8 @@ class SQLGeneration(Options):
 
         try:
             statements = [s for s in sqlglot.parse(query, read=self.dialect) if s is not None]
+        except RecursionError:
+            return ["It is nested too deep."]
         except SqlglotError as why:
             first = (
                 why.errors[0]["description"] if isinstance(why, ParseError) and why.errors else why
@@ -105,8 +108,12 @@ class SQLGeneration(Options):
         if len(statements) != 1:
             return [f"It holds {len(statements)} statements; one is wanted."]
         (tree,) = statements
-        if not isinstance(tree, sqlglot.exp.Query):
-            return [f"It is no query ({tree.key.upper()}); only SELECT is allowed."]
+        writes = tree.find(*(getattr(sqlglot.exp, name) for name in _CHANGES))
+        if not isinstance(tree, sqlglot.exp.Query) or writes is not None:
+            key = (writes or tree).key.upper()
+            return [f"It is no query ({key}); only SELECT is allowed."]
+        if not all(select.expressions for select in tree.find_all(sqlglot.exp.Select)):
+            return ["It selects nothing."]
         tables = self.database().tables
         names = {name.lower(): name for name in tables}
         local = {cte.alias_or_name.lower() for cte in tree.find_all(sqlglot.exp.CTE)}
@@ -119,6 +126,8 @@ class SQLGeneration(Options):
             ]
         try:
             qualify(tree, schema=dict(tables), dialect=self.dialect)
+        except RecursionError:
+            return ["It is nested too deep."]
         except OptimizeError as why:
             return [f"{str(why).splitlines()[0].rstrip('.')}."]
         return []

@@ -39,6 +39,8 @@ class Database:
 
         try:
             statements = sqlglot.parse(ddl, read=dialect)
+        except RecursionError:
+            raise _no("ddl is nested too deep") from None
         except SqlglotError as why:
             raise _no(f"ddl is no {dialect} SQL: {str(why).splitlines()[0]}") from why
         tables: dict[str, dict[str, str]] = {}
