@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from deepinfer.errors import PluginError
 from deepinfer_structured import frames
 from deepinfer_structured.processes import Processes, TooSlowError
 
@@ -44,3 +45,14 @@ def test_a_task_without_an_end_is_ended_by_its_own_time_and_the_next_one_runs(pr
         processes.run(frames.VALIDATE, ENDLESS, 0.5)
     assert time.thread_time() - began < 0.5  # waiting costs nothing here
     assert processes.run(frames.VALIDATE, QUICK, 60.0) == ""
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_task():
+    made = Processes(lambda: "no vocabulary", count=1)
+    try:
+        for _ in range(2):
+            with pytest.raises(PluginError, match="did not start"):
+                made.run(frames.VALIDATE, QUICK, 60.0)
+        assert not made._running
+    finally:
+        made.close()

@@ -72,7 +72,7 @@ class XGrammarBackend:
             if compiled is None:
                 try:
                     compiled = self._make(key, spec)
-                except DeepInferError as why:
+                except InvalidRequestError as why:  # what is wrong with it stays wrong
                     self._refused.put(key, why)
                     raise
         return self._matcher(compiled, spec, ends)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import LifoQueue
 from typing import IO, Any, Final, cast
 
-from deepinfer.errors import EngineClosedError
+from deepinfer.errors import EngineClosedError, PluginError
 
 from deepinfer_structured import frames
 
@@ -82,9 +82,13 @@ class Processes:
                 raise EngineClosedError("The engine is closed.")
             process = _Process()
             self._running.add(process)
-        kind, why = process.ask(frames.VOCABULARY, self._vocabulary(), _START_SECONDS)
+        try:
+            kind, why = process.ask(frames.VOCABULARY, self._vocabulary(), _START_SECONDS)
+        except (TooSlowError, RefusedError) as broken:
+            kind, why = frames.REFUSAL, str(broken) or f"it took more than {_START_SECONDS:g} s"
         if kind == frames.REFUSAL:
-            raise RefusedError(why)
+            self._end(process)
+            raise PluginError(f"The process that compiles grammars did not start: {why}.")
         return process
 
     def _end(self, process: _Process) -> None:
