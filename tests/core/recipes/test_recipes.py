@@ -176,6 +176,35 @@ def test_queries_are_checked_against_the_database(query, problem):
     assert (found == []) if problem is None else problem in found[0]
 
 
+class Branch(BaseModel):
+    """A type that holds itself: its schema is a reference."""
+
+    name: str
+    branches: "list[Branch]" = []
+
+
+@pytest.mark.parametrize("text", ["", " \n "])
+def test_an_empty_text_has_a_value_of_the_recipes_kind(text):
+    (found,) = run(Scripted(), NamedEntities(), [text])
+    assert (found.value, found.valid, found.steps) == ([], True, ())
+    (found,) = run(Scripted(js(name="", branches=[])), Transformation(target=Branch), [text])
+    assert (found.value, found.valid) == ({"name": "", "branches": []}, True)
+
+
+def test_a_type_that_holds_itself_is_a_type():
+    answer = {"name": "a", "branches": [{"name": "b", "branches": []}]}
+    (found,) = run(Scripted(js(**answer)), Transformation(target=Branch), ["a b"])
+    assert (found.value, found.valid) == (answer, True)
+    (found,) = run(Scripted(*[js(name=1)] * 6), Transformation(target=Branch), ["a"])
+    assert not found.valid
+
+
+@pytest.mark.parametrize("text", [None, 5, b"a", ["a"]])
+def test_what_is_no_text_is_refused(text):
+    with pytest.raises(InvalidRequestError, match="works on a text"):
+        run(Scripted(), Classification(labels=("a",)), [text])
+
+
 def test_a_database_that_is_nested_too_deep_is_refused():
     with pytest.raises(InvalidRequestError, match="too deep"):
         SQLGeneration(ddl=f"CREATE TABLE t (a INT CHECK {'(' * 3000}a{')' * 3000})").database()

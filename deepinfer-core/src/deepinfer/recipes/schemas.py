@@ -31,7 +31,10 @@ def schema_of(target: Any) -> dict[str, Any]:
             setting="target",
             next_step="Give a pydantic model, a dataclass or a JSON schema.",
         ) from why
-    return schema
+    # A type that holds itself is only a reference to its definition.
+    at = str(schema.get("$ref", "")).removeprefix("#/$defs/")
+    named = schema.get("$defs", {}).get(at)
+    return schema if named is None else {**named, "$defs": schema["$defs"]}
 
 
 def bounded(schema: Any, max_text: int, max_items: int) -> Any:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from deepinfer.errors import InvalidRequestError, shown
 from deepinfer.recipes.interface import Ask, Recipe, RecipeResult, Step
 
 
@@ -22,6 +23,8 @@ class Session:
     """
 
     def __init__(self, recipe: Recipe, text: str, max_repairs: int) -> None:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"A recipe works on a text, not on {shown(text)}.")
         self._recipe = recipe
         self._text = text
         self._max_repairs = max_repairs
@@ -69,7 +72,8 @@ class Session:
             self._over = True
             return
         answers = [part.value for part in self._parts if part.value is not None]
-        self._merged = self._recipe.merge(self._text, answers) if answers else None
+        found = answers or not self._parts  # nothing to ask is nothing found, which has a value
+        self._merged = self._recipe.merge(self._text, answers) if found else None
         ask = self._recipe.last(self._text, self._merged) if answers else None
         if ask is None:
             self._over = True

@@ -48,7 +48,7 @@ class Transformation(Options):
     def parts(self, text: str) -> Sequence[Ask]:
         """A question for each piece."""
         whole = bounded(self.target, self.max_text, self.max_items)
-        found = pieces(text, self.chunk_words)
+        found = pieces(text, self.chunk_words) or [text]
         schema = whole if len(found) == 1 else _partly(whole)
         return [Ask(told(self._system(), piece), json_answer(schema), piece) for piece in found]
 
