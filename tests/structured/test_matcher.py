@@ -32,7 +32,7 @@ def rows(count):
     return np.full((count, 1), 0x55555555, np.int32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(pattern=patterns, ends=end_sets, seed=st.integers(0, 10**6))
 def test_masks_and_ends_along_a_random_text(pattern, ends, seed):
     matcher, oracle = pair(pattern, ends)

@@ -115,7 +115,8 @@ def test_what_is_no_json_is_said_with_its_place(text, place):
 
 
 def test_depth_and_odd_schemas_are_no_trouble():
-    assert len(partial("[" * 100_000).open) == 100_000
+    # Each open part has its path, so what is returned grows with the square of the depth.
+    assert len(partial("[" * 5_000).open) == 5_000
     loop = {"$ref": "#", "required": ["a"], "allOf": [{"$ref": "#/allOf/0"}, {"$ref": "#/nowhere"}]}
     assert partial('{"b": 1', loop).open[0].required == ("a",)
     for odd in (True, [], {"properties": 3, "required": 1, "items": []}, {"$ref": "http://x"}):
