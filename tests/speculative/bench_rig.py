@@ -206,6 +206,9 @@ def resolution_for(config, architecture, drafter):
     return Resolution(chosen)
 
 
+MODES = ("static", "cap", "adaptive")
+
+
 class Bench:
     """One engine on a tiny checkpoint; ``drafter`` None: without speculation."""
 
@@ -340,3 +343,19 @@ def requests_of(number, longest=14):
                 )
             )
     return found
+
+
+def crowded(model, number, requests, **settings):
+    """A bench whose mode, lengths, pages and batch follow from a load's number: little room."""
+    longest = max(-(-r.limit // 16) for r in requests)
+    return Bench(
+        model,
+        mode=MODES[number // 3 % 3],
+        gamma=1 + number % 5,
+        seed=number,
+        pages=longest + number % 3,
+        max_num_seqs=1 + number % 6,
+        max_num_batched_tokens=8 + 5 * (number % 4),
+        overlap=number % 4 != 0,
+        **settings,
+    )

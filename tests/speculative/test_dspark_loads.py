@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import bench_rig
 import pytest
-from bench_rig import Bench, requests_of
+from bench_rig import Bench, crowded, requests_of
 from deepinfer_speculative.dspark.drafter import DSparkDrafter
 from dspark_rig import trained
 
-MODES = ("static", "cap", "adaptive")
 FOLDER = []
 
 
@@ -52,19 +51,7 @@ def test_the_text_is_the_same(tiny, dtype, numbers):
         for number in (n + offset for n in numbers):
             requests = requests_of(number)
             right = plain.run(requests)
-            longest = max(-(-r.limit // 16) for r in requests)
-            with Bench(
-                tiny,
-                drafter="Learnt",
-                mode=MODES[number // 3 % 3],
-                gamma=1 + number % 5,
-                seed=number,
-                dtype=dtype,
-                pages=longest + number % 3,
-                max_num_seqs=1 + number % 6,
-                max_num_batched_tokens=8 + 5 * (number % 4),
-                overlap=number % 4 != 0,
-            ) as speculating:
+            with crowded(tiny, number, requests, drafter="Learnt", dtype=dtype) as speculating:
                 got = speculating.run(requests, arrivals=number)
             for request in requests:
                 name = request.id

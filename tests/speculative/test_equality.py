@@ -6,11 +6,10 @@ requests, and so few pages that requests give way.
 """
 
 import pytest
-from bench_rig import TRUTH, Bench, requests_of
+from bench_rig import TRUTH, Bench, crowded, requests_of
 from deepinfer.testing.tiny import write_tiny_checkpoint
 
 DRAFTERS = ("Perfect", "Garbage", "Biased")
-MODES = ("static", "cap", "adaptive")
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +32,7 @@ def one_load(plain, tiny, number, dtype, total):
     for request in requests:
         signed = (request.seed ^ (1 << 63)) - (1 << 63) if request.seed >> 63 else request.seed
         TRUTH[signed] = [*request.token_ids, *right[request.id][0]]
-    longest = max(-(-r.limit // 16) for r in requests)
-    with Bench(
-        tiny,
-        drafter=DRAFTERS[number % 3],
-        mode=MODES[number // 3 % 3],
-        gamma=1 + number % 5,
-        seed=number,
-        dtype=dtype,
-        pages=longest + number % 3,
-        max_num_seqs=1 + number % 6,
-        max_num_batched_tokens=8 + 5 * (number % 4),
-        overlap=number % 4 != 0,
-    ) as speculating:
+    with crowded(tiny, number, requests, drafter=DRAFTERS[number % 3], dtype=dtype) as speculating:
         got = speculating.run(requests, arrivals=number)
     for request in requests:
         name = request.id
