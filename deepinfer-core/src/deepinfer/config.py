@@ -97,16 +97,19 @@ class SpeculativeConfig(BaseModel):
             return _NEXTN, settings.read(_NEXTN)
         return "num_speculative_tokens", self.num_speculative_tokens
 
-    def draft_length(self, trained: int | None) -> int:
+    def draft_length(self, trained: int | None, usual: int | None = None) -> int:
         """The draft length for a draft of this trained length (None: of any).
+
+        Args:
+            usual: what a method takes where nobody asked; None: the variable's default.
 
         Raises:
             ConfigError: more was asked for than it was trained for.
         """
         name, asked = self.asked_length
         if asked is None:
-            usual: int = settings.SETTINGS[_NEXTN].default
-            return usual if trained is None else min(usual, trained)
+            length: int = settings.SETTINGS[_NEXTN].default if usual is None else usual
+            return length if trained is None else min(length, trained)
         if trained is not None and asked > trained:
             raise ConfigError(
                 f"{name}={asked}: this draft proposes blocks of at most {trained} tokens.",

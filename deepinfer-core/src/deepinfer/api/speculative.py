@@ -79,6 +79,17 @@ class Drafts(NamedTuple):
 # The rank half.
 
 
+class DraftLength(Protocol):
+    """The draft length of an engine: what the user asked for, else the smaller of ``usual`` (None:
+    5) and ``trained`` (None: no bound).
+
+    Raises:
+        ConfigError: more than ``trained`` was asked for; it names what asked and the legal range.
+    """
+
+    def __call__(self, trained: int | None, usual: int | None = None) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterContext:
     """What the configuration says, before anything is loaded.
@@ -87,9 +98,6 @@ class DrafterContext:
     ``options``: further options; core has refused those that the spec does not list. ``config``:
     the target's, as its adapter reads it (``max_model_len`` may still shrink); ``raw``: its
     config.json; ``checkpoint``: a :class:`deepinfer.models.checkpoint.Checkpoint` of the target.
-    ``draft_length(trained)``: the draft length of this engine: what the user asked for, else the
-    smaller of 5 and ``trained`` (None: no bound); a ConfigError, which names what asked and the
-    legal range, where more than ``trained`` was asked for.
     """
 
     method: str
@@ -102,7 +110,7 @@ class DrafterContext:
     dtype: torch.dtype
     page_size: int
     max_num_seqs: int
-    draft_length: Callable[[int | None], int]
+    draft_length: DraftLength
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +176,7 @@ class SlotView(Protocol):
 class StepTaps(Protocol):
     """A step's tapped rows, as ``commit`` gets them.
 
-    ``hidden``: layer -> [T, H]; ``slot_of_token`` int64[T]; of ``batch`` a drafter reads
+    ``hidden``: layer -> [T, H]; ``slot_of_token`` int64[T]; of ``batch`` a drafter reads ``ids``,
     ``positions`` and ``kv_slots`` [T] (−1: do not write).
     """
 

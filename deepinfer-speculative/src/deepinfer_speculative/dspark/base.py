@@ -1,6 +1,6 @@
-"""What drafters of blocks share: how ids are picked, confidences, and who gets a step's rows.
+"""What drafters from hidden states share: how ids are picked, confidences, who gets a step's rows.
 
-A drafter of a kind adds how its context is written and how a block becomes hidden rows.
+A drafter of blocks adds how its context is written and how a block becomes hidden rows.
 """
 
 from __future__ import annotations
@@ -29,42 +29,29 @@ if TYPE_CHECKING:
     from deepinfer_speculative.dspark.heads import Headed
 
 
-class BlockDrafter(ABC):
-    """Drafts a block from the target's hidden states.
+class StateDrafter(ABC):
+    """Drafts from the target's hidden states: how ids are picked, and who gets a step's rows.
 
     Options: ``draft_sampling``: ``coupled`` (usual): where the request samples, drafts are drawn
     with its temperature and filters and, under the exact rule, its own noise, so that the draft is
-    what the target will likely draw; ``greedy``: always the best id. ``draft_candidates``: only so
-    many best ids of each position are corrected by the Markov head, and others never drafted; 0
-    (usual) is all.
+    what the target will likely draw; ``greedy``: always the best id.
 
     Under the ratio rule, ``coupled`` drafts have noise of their own, and what they were drawn from
     is kept: float32[max_num_seqs, γ, V].
-
-    Args:
-        block: the trained block, which always runs whole; drafts are its first rows.
-        model: the heads.
     """
 
     def __init__(
         self,
         context: DrafterContext,
         target: DrafterTarget,
-        block: int,
-        model: Headed,
+        draft_len: int,
         temperatures: Temperatures,
     ) -> None:
-        options = context.options
-        self.draft_len, self._model = context.draft_length(block), model
-        sampling = take(options, "draft_sampling", str, "coupled", among=("coupled", "greedy"))
+        self.draft_len = draft_len
+        sampling = take(
+            context.options, "draft_sampling", str, "coupled", among=("coupled", "greedy")
+        )
         self._greedy = sampling == "greedy"
-        self._candidates = take(options, "draft_candidates", int, 0, least=0)
-        if self._candidates and not model.config.rank:
-            raise ConfigError(
-                "speculative: draft_candidates chooses what a Markov head corrects, and this draft "
-                "has none.",
-                setting="speculative",
-            )
         self._sampler = target.sampler
         self._survival = SlotSurvival(context.max_num_seqs, self.draft_len, target.device)
         self._temperatures = temperatures
@@ -78,14 +65,12 @@ class BlockDrafter(ABC):
         self._slots: SlotView | None = None
 
     @abstractmethod
-    def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
-        """Context of the step's rows into the pages; slots int64[T], −1 writes nothing."""
+    def commit(self, taps: StepTaps | None, kept: Tensor) -> None:
+        """Context of rows that are text now."""
 
     @abstractmethod
-    def hidden(
-        self, anchors: Tensor, slots: Tensor, view: SlotView, kv: KVPools
-    ) -> tuple[Tensor, Tensor]:
-        """([R, γ, H] for the vocabulary head, [R, γ, H] for the confidence head), R >= 1."""
+    def propose(self, anchors: Tensor, slots: Tensor) -> Drafts:
+        """int64[R, γ] with calibrated confidences."""
 
     def bind(self, kv: KVPools, slots: SlotView) -> None:
         """The pages of the draft's layers, and the texts."""
@@ -94,31 +79,6 @@ class BlockDrafter(ABC):
     def allot(self, slots: Tensor, eligible: Tensor, k: int) -> Tensor:
         """The drafts that most likely stand."""
         return self._survival.allot(slots, eligible, k)
-
-    def commit(self, taps: StepTaps | None, kept: Tensor) -> None:
-        """Context of rows that are text now."""
-        if taps is None or not len(kept):
-            return
-        assert self._kv is not None, "bind comes first"
-        self.write(taps, torch.where(kept, taps.batch.kv_slots, -1), self._kv)
-
-    def propose(self, anchors: Tensor, slots: Tensor) -> Drafts:
-        """int64[R, γ] with calibrated confidences."""
-        if not len(slots):
-            return Drafts(anchors.new_zeros((0, self.draft_len)), None)
-        assert self._kv is not None and self._slots is not None, "bind comes first"
-        model, gamma = self._model, self.draft_len
-        rows, sure = self.hidden(anchors, slots, self._slots, self._kv)
-        base: Tensor = model.head(rows.flatten(0, 1), torch.float32)
-        base = base.view(len(slots), gamma, -1)
-        picks = self._picks(slots, self._slots)
-        ids, embeddings = draft_steps(model, base, anchors, picks, self._candidates)
-        z = confidence_logits(model, sure, embeddings)
-        confidence = None
-        if z is not None:
-            confidence = self._temperatures.confidence(z, self._slots.temperature[slots])
-        self._survival.put(slots, confidence)
-        return Drafts(ids, confidence)
 
     def proposal(self, slots: Tensor) -> Tensor | None:
         """What the last drafts of these slots were drawn from; None where all were best ids."""
@@ -162,3 +122,68 @@ class BlockDrafter(ABC):
             filtered=filtered,
             greedy=greedy,
         )
+
+
+class BlockDrafter(StateDrafter):
+    """Drafts a block in one pass.
+
+    A further option, ``draft_candidates``: only so many best ids of each position are corrected by
+    the Markov head, and others never drafted; 0 (usual) is all.
+
+    Args:
+        block: the trained block, which always runs whole; drafts are its first rows.
+        model: the heads.
+    """
+
+    def __init__(
+        self,
+        context: DrafterContext,
+        target: DrafterTarget,
+        block: int,
+        model: Headed,
+        temperatures: Temperatures,
+    ) -> None:
+        super().__init__(context, target, context.draft_length(block), temperatures)
+        self._model = model
+        self._candidates = take(context.options, "draft_candidates", int, 0, least=0)
+        if self._candidates and not model.config.rank:
+            raise ConfigError(
+                "speculative: draft_candidates chooses what a Markov head corrects, and this draft "
+                "has none.",
+                setting="speculative",
+            )
+
+    @abstractmethod
+    def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
+        """Context of the step's rows into the pages; slots int64[T], −1 writes nothing."""
+
+    @abstractmethod
+    def hidden(
+        self, anchors: Tensor, slots: Tensor, view: SlotView, kv: KVPools
+    ) -> tuple[Tensor, Tensor]:
+        """([R, γ, H] for the vocabulary head, [R, γ, H] for the confidence head), R >= 1."""
+
+    def commit(self, taps: StepTaps | None, kept: Tensor) -> None:
+        """Context of rows that are text now."""
+        if taps is None or not len(kept):
+            return
+        assert self._kv is not None, "bind comes first"
+        self.write(taps, torch.where(kept, taps.batch.kv_slots, -1), self._kv)
+
+    def propose(self, anchors: Tensor, slots: Tensor) -> Drafts:
+        """int64[R, γ] with calibrated confidences."""
+        if not len(slots):
+            return Drafts(anchors.new_zeros((0, self.draft_len)), None)
+        assert self._kv is not None and self._slots is not None, "bind comes first"
+        model, gamma = self._model, self.draft_len
+        rows, sure = self.hidden(anchors, slots, self._slots, self._kv)
+        base: Tensor = model.head(rows.flatten(0, 1), torch.float32)
+        base = base.view(len(slots), gamma, -1)
+        picks = self._picks(slots, self._slots)
+        ids, embeddings = draft_steps(model, base, anchors, picks, self._candidates)
+        z = confidence_logits(model, sure, embeddings)
+        confidence = None
+        if z is not None:
+            confidence = self._temperatures.confidence(z, self._slots.temperature[slots])
+        self._survival.put(slots, confidence)
+        return Drafts(ids, confidence)
