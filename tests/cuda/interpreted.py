@@ -16,7 +16,7 @@ from deepinfer.testing.conformance import inputs_latent, inputs_v41  # noqa: F40
 from deepinfer.testing.conformance.compare import difference, tolerance
 from deepinfer.testing.conformance.inputs import CASES
 from deepinfer.testing.conformance.kit import DTYPES, Run, reference_run, tensors
-from deepinfer_backend_cuda import attention, rows, sampling, scaled
+from deepinfer_backend_cuda import attention, linear, rows, sampling, scaled
 from deepinfer_backend_cuda.backend import CudaBackend
 from registry import is_gluon, kernels, unreached
 
@@ -103,6 +103,19 @@ def filtered():
             yield f"filter_top: trial {trial}, {vocab} ids, differs from the reference"
 
 
+def gates():
+    """Where gate and up with their activation are far from the ops that they stand for. (Equal bits
+    are the tensor cores' promise: here tiles of other depths round elsewhere.)
+    """
+    bound = tolerance("linear", "bfloat16")
+    source = torch.Generator().manual_seed(7)
+    for m in (1, 20, 50, 100, 300):
+        for n, k in ((40, 72), (136, 200)):
+            x, w = (torch.randn(rows, k, generator=source).bfloat16() for rows in (m, 2 * n))
+            if said := difference(linear.gated(x, w), rows.silu_mul(linear.linear(x, w)), bound):
+                yield f"gated {m}x{n}x{k}: {said}"
+
+
 def kept_weights():
     """Weights as stored, put in the kernels' order and decoded: the same values, any shape."""
     source = torch.Generator().manual_seed(5)
@@ -144,7 +157,7 @@ def main():
         for said in long_text(dtype):
             bad += 1
             print(said)
-    for said in () if sys.argv[1:] else (*staged(), *filtered()):
+    for said in () if sys.argv[1:] else (*staged(), *filtered(), *gates()):
         bad += 1
         print(said)
     for said in () if sys.argv[1:] else kept_weights():

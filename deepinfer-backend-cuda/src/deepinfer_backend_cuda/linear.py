@@ -27,7 +27,8 @@ _OUT = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Rows, columns, depth of a tile; warps and pipeline stages; how many rows of tiles are walked
-    together, so that their inputs are read from L2.
+    together, so that their inputs are read from L2; ``pair``: gate and what it gates are one
+    product (``kernels.gemm.gated_gemm_kernel``).
     """
 
     m: int
@@ -37,6 +38,7 @@ class Tile:
     stages: int
     swap: bool = False
     group: int = 8
+    pair: bool = False
 
     def fitting(self, out_bytes: int) -> Tile:
         """With as few stages fewer as shared memory asks for. They never touch the arithmetic."""
@@ -49,6 +51,9 @@ class Tile:
         return tile
 
 
+_WIDEST = Tile(128, 128, 64, 8, 4, pair=True)
+
+
 @cache
 def gated_tile(m: int, n: int) -> Tile:
     """The same for ``gated``, whose tiles have n columns of the gate and n of what it gates."""
@@ -57,8 +62,8 @@ def gated_tile(m: int, n: int) -> Tile:
     elif m <= 64:
         tile = Tile(64, 64, 64, 4, 6)
     else:
-        tile = Tile(128, 64, 64, 8, 5) if m <= 128 else Tile(128, 128, 64, 8, 3, group=16)
-    columns = replace(tile, n=2 * tile.n).fitting(2)
+        tile = Tile(128, 64, 64, 8, 5) if m <= 128 else _WIDEST
+    columns = replace(tile, n=2 * tile.n).fitting(1)  # of which half are stored
     return replace(tile, stages=columns.stages)
 
 
@@ -157,7 +162,7 @@ def _gated(x: Tensor, w: Tensor, y: Tensor) -> None:
     programs = min(processors(y.device), triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n))
     kernels.gated_gemm_kernel[(programs,)](
         TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.m, tile.k]),
-        TensorDescriptor(w, [2 * n, k], [w.stride(0), 1], [tile.n, tile.k]),
+        _halves(w, tile) if tile.pair else _whole(w, tile),
         TensorDescriptor(y, [m, n], [n, 1], [tile.m, tile.n]) if whole else y,
         y,
         m,
@@ -169,12 +174,23 @@ def _gated(x: Tensor, w: Tensor, y: Tensor) -> None:
         BK=tile.k,
         GROUP=tile.group,
         SWAP=tile.swap,
+        PAIRED=tile.pair,
         STORE_TILES=whole,
         OUT=_OUT[y.dtype],
         num_warps=tile.warps,
         num_stages=tile.stages,
         **exact(m),
     )
+
+
+def _whole(w: Tensor, tile: Tile) -> TensorDescriptor:
+    return TensorDescriptor(w, [*w.shape], [w.stride(0), 1], [tile.n, tile.k])
+
+
+def _halves(w: Tensor, tile: Tile) -> TensorDescriptor:
+    """w [2·N, K] as [2, N, K]: a box has the rows of both."""
+    n, row = len(w) // 2, w.stride(0)
+    return TensorDescriptor(w, [2, n, w.shape[1]], [n * row, row, 1], [2, tile.n, tile.k])
 
 
 def _tensor_cores(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:

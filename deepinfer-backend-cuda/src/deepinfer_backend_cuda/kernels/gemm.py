@@ -61,10 +61,13 @@ def gemm_kernel(
 def gated_gemm_kernel(
     x_desc, w_desc, y_desc, y_ptr, M, N, K, PROGRAMS,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SWAP: tl.constexpr, STORE_TILES: tl.constexpr, OUT: tl.constexpr, CHAIN: tl.constexpr,
+    SWAP: tl.constexpr, PAIRED: tl.constexpr, STORE_TILES: tl.constexpr, OUT: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = silu(x[m] · w[n]) · (x[m] · w[N + n]), w [2·N, K]: what ``gemm_kernel`` and then
     ``silu_mul_kernel`` give, both products rounded to OUT between. Launch without contraction.
+
+    PAIRED: w comes as [2, N, K], and one product of 2·BN columns is both.
     """
     follow(CHAIN)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -74,22 +77,30 @@ def gated_gemm_kernel(
         height = tl.minimum(tiles_m - first, GROUP)
         m = (first + (tile % width) % height) * BM
         n = ((tile % width) // height) * BN
-        if SWAP:
-            gate = tl.zeros((BN, BM), tl.float32)
-            up = tl.zeros((BN, BM), tl.float32)
+        if PAIRED:
+            both = tl.zeros((BM, 2 * BN), tl.float32)
+            for k in tl.range(0, tl.cdiv(K, BK)):
+                x = x_desc.load([m, k * BK])
+                w = w_desc.load([0, n, k * BK]).reshape(2 * BN, BK)
+                both = tl.dot(x, w.T, both)
+            gate, up = tl.split(tl.permute(both.reshape(BM, 2, BN), (0, 2, 1)))
         else:
-            gate = tl.zeros((BM, BN), tl.float32)
-            up = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(0, tl.cdiv(K, BK)):
-            x = x_desc.load([m, k * BK])
-            w = w_desc.load([n, k * BK])
-            u = w_desc.load([N + n, k * BK])
             if SWAP:
-                gate = tl.dot(w, x.T, gate)
-                up = tl.dot(u, x.T, up)
+                gate = tl.zeros((BN, BM), tl.float32)
+                up = tl.zeros((BN, BM), tl.float32)
             else:
-                gate = tl.dot(x, w.T, gate)
-                up = tl.dot(x, u.T, up)
+                gate = tl.zeros((BM, BN), tl.float32)
+                up = tl.zeros((BM, BN), tl.float32)
+            for k in tl.range(0, tl.cdiv(K, BK)):
+                x = x_desc.load([m, k * BK])
+                w = w_desc.load([n, k * BK])
+                u = w_desc.load([N + n, k * BK])
+                if SWAP:
+                    gate = tl.dot(w, x.T, gate)
+                    up = tl.dot(u, x.T, up)
+                else:
+                    gate = tl.dot(x, w.T, gate)
+                    up = tl.dot(x, u.T, up)
         y = silu_times(gate.to(OUT).to(tl.float32), up.to(OUT).to(tl.float32), OUT).to(OUT)
         if SWAP:
             y = y.T

@@ -215,7 +215,9 @@ class Preparer:
             return prompt, tuple(self._encode_prompt(prompt))
         if not isinstance(prompt, Iterable) or _unordered(prompt) or _is_id(prompt):
             raise _no_prompt(prompt)
-        ids: list[Any] = list(prompt)
+        ids: tuple[Any, ...] = tuple(prompt)
+        if set(map(type, ids)) <= {int}:  # nearly always, and ten times as fast
+            return text, ids
         for item in ids:
             if not _is_id(item):
                 raise InvalidRequestError(
