@@ -117,6 +117,7 @@ BAD = {
     "give one of them": ("--regex", "a", "--choice", "b"),
     "neither a rule nor a file": ("--json-schema", "nowhere.json"),
     "schema is no JSON": ("--json-schema", "{"),
+    "'type' stands there twice": ("--json-schema", '{"items": {"type": "null", "type": "null"}}'),
 }
 
 

@@ -1,6 +1,7 @@
 """Files that are no text, or JSON that nobody meant: refused by line, never a traceback."""
 
 import json
+import time
 
 import pytest
 from deepinfer.cli.reading import as_json, as_text
@@ -114,6 +115,42 @@ def test_depth_is_counted_in_levels():
     assert as_json("[" * 200 + "]" * 200, "x")
     with pytest.raises(InvalidRequestError, match="x is nested deeper than 200 levels"):
         as_json("[" * 201 + "]" * 201, "x")
+
+
+TWICE = {
+    '{"a": 1, "a": 2}': "a",
+    '{"a": {"b": [0, {"c": 1, "d": 2, "c": 3}]}}': "a.b[1].c",
+    '[[{"x": 1}, {"": 1, "": 2}]]': "[0][1].",
+    '{"a": {"c": 1, "c": 2}, "b": 1, "a": 3}': "a",  # what is thrown away is not looked into
+    '{"a": {"c": 1, "c": 2}, "b": {"d": 1, "d": 2}}': "b.d",
+    '{"a": {"c": {"e": 0}, "c": {"d": 1, "d": 2}}}': "a.c",
+    '{"\\u0061": 1, "a": 1}': "a",
+}
+
+
+@pytest.mark.parametrize("text", TWICE)
+def test_a_key_that_stands_twice_is_named(text):
+    with pytest.raises(InvalidRequestError, match=r"line 7 has .* more than once") as caught:
+        as_json(text, "line 7")
+    assert caught.value.setting == TWICE[text]
+
+
+def test_a_key_may_stand_in_several_objects():
+    value = [{"a": {"a": 1}}, {"a": 2, "b": [{"a": 1}, {"a": 1}]}, {}, {}]
+    assert as_json(json.dumps(value), "x") == value
+
+
+@pytest.mark.parametrize("text", ["{LONG: [[],[],{AB}]}", "{MANY, AB}", "[[[{AB}]], {MANY}]"])
+def test_looking_for_the_key_takes_no_longer_than_reading(text):
+    """Not the square of it, whatever is long: keys, objects, lists."""
+    parts = {"LONG": f'"{"k" * 10**6}"', "AB": '"a": 1, "a": 2'}
+    parts["MANY"] = ", ".join(f'"{i}": []' for i in range(10**5))
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    began = time.process_time()
+    with pytest.raises(InvalidRequestError, match="more than once"):
+        as_json(text.replace("[],[],", "[]," * 10**5), "x")
+    assert time.process_time() - began < 10
 
 
 def test_text_passes_as_it_is():

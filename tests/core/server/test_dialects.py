@@ -120,11 +120,15 @@ def test_choices_and_pictures():
 def ours(kind, request, body, pieces, reason):
     """Events of our writer, fed with what the library's parser makes of the pieces."""
     parser = DeepseekParser(recipe, request)
-    run = Run("id_1", Asked(params=SamplingParams()), (), Usage(prompt=7, output=5))
-    if kind is recipe.MessagesRequest:
-        writer = MessagesWriter(run, "model")
-    else:
-        writer = ResponsesWriter(run, ResponsesBody.read(body), "model")
+
+    def make(run):
+        if kind is recipe.MessagesRequest:
+            return MessagesWriter(run, "model")
+        return ResponsesWriter(run, ResponsesBody.read(body), "model")
+
+    asked = Asked(params=SamplingParams(), writer=make)
+    run = Run("id_1", asked, (), Usage(prompt=7, output=5))
+    writer = asked.writer(run)
     text = "".join(writer.begin())
     for i, piece in enumerate((*pieces, None)):
         builder = MessageBuilder()
@@ -191,9 +195,10 @@ def test_streams_have_the_shape_of_deepseeks_own(kind, pieces, reason):
 
 
 def test_broken_arguments_are_shown_as_they_are():
-    run = Run("id_1", Asked(params=SamplingParams()), ())
+    asked = Asked(params=SamplingParams(), writer=lambda run: MessagesWriter(run, "m"))
+    run = Run("id_1", asked, ())
     call = ToolCall(0, "f", '{"a": ', "c1")
     out = CompletionOutput(0, message=ChatMessage(None, None, (call,)), finish_reason="length")
-    answer = MessagesWriter(run, "m").whole([RequestOutput("r", None, [], [out], True)])
+    answer = asked.writer(run).whole([RequestOutput("r", None, [], [out], True)])
     assert answer["content"][0]["input"] == {"raw": '{"a": '}
     assert answer["stop_reason"] == "max_tokens"

@@ -13,10 +13,14 @@ import pytest
 LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
 
 
-def raw(server, path, body):
+def raw(server, path, body, buffer=None):
     """A request on a bare socket; the caller hangs up when it likes."""
     data = json.dumps(body).encode()
-    sock = socket.create_connection((server.server.host, server.server.port), 10)
+    sock = socket.socket()
+    sock.settimeout(10)
+    if buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    sock.connect((server.server.host, server.server.port))
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     return sock
@@ -80,23 +84,32 @@ def test_a_body_that_never_arrives_has_its_time(toy_server):
     server.wait_idle()
 
 
-def test_a_client_that_reads_nothing_has_its_time(toy_server, slow, monkeypatch):
-    """It may keep its connection, but neither its place nor its pages."""
-    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_reads_nothing_loses_its_connection(
+    toy_server, slow, wait_for, monkeypatch, stream
+):
+    """And with it its place and its pages. Another one may be slow as long as it reads."""
+    monkeypatch.setattr("deepinfer.server.lifecycle._UNREAD_SECONDS", 0.4)
+    server = toy_server(slow(jitter=None), max_concurrency_per_key=2)
+    # Small buffers in the kernel, so that those of the connection fill up.
+    server.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    connections = server.server._uvicorn.server_state.connections
+    body = {**LONG, "max_tokens": 2000, "logprobs": 5, "stream": stream}
+    with raw(server, "/v1/generate", body, 4096), raw(server, "/v1/generate", body, 4096) as reads:
+        wait_for(lambda: len(connections) == 2)
 
-    send = RequestResponseCycle.send
+        def one_is_left():
+            time.sleep(0.005)
+            assert reads.recv(1024)
+            return len(connections) == 1
 
-    async def full(self, message):
-        """As where all buffers up to the client are full."""
-        await (asyncio.Event().wait() if message.get("more_body") else send(self, message))
-
-    monkeypatch.setattr("deepinfer.server.exchange._UNREAD_SECONDS", 0.2)
-    server = toy_server(slow(), max_concurrency_per_key=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(RequestResponseCycle, "send", full)
-        with raw(server, "/v1/generate", {**LONG, "stream": True}) as sock:
-            assert b"200 OK" in sock.recv(4096)
-            server.wait_idle()
+        wait_for(one_is_left, 20)
+        wait_for(lambda: server.service.limits.inside == stream)  # a whole answer is written
+        later = time.monotonic() + 0.6
+        wait_for(lambda: one_is_left() and time.monotonic() > later)
+        assert len(connections) == 1
+    server.wait_idle()
+    wait_for(lambda: not connections)
     assert server.post("/v1/generate", prompt="abc", max_tokens=2).status == 200
 
 

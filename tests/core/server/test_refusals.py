@@ -233,6 +233,19 @@ def test_bodies_that_are_none(toy_shared, raw, status):
         assert answer.error["message"]
 
 
+@pytest.mark.parametrize("path", [GENERATE, TEXT, CHAT, RESPONSES, MESSAGES, "/tokenize"])
+def test_a_key_twice_is_refused_by_its_path(toy_shared, path):
+    """One of the two would be dropped in silence."""
+    top = toy_shared.ask("POST", path, b'{"prompt": "a", "seed": 1, "prompt": "b"}')
+    inside = b'{"messages": [{"role": "user", "content": "a"}, {"role": "user", "role": "x"}]}'
+    for answer, param in (
+        (top, "prompt"),
+        (toy_shared.ask("POST", path, inside), "messages[1].role"),
+    ):
+        assert (answer.status, answer.error["param"]) == (400, param), answer.text
+        assert "once" in answer.error["message"]
+
+
 def test_another_type_of_body(toy_shared):
     answer = toy_shared.ask("POST", GENERATE, b"prompt=x", {"content-type": "text/plain"})
     assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")

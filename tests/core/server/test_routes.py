@@ -1,6 +1,7 @@
 """What each route answers, over a socket, from a scripted device."""
 
 import pytest
+from deepinfer.server.schemas import Body
 
 LONG = {"max_tokens": 12, "ignore_eos": True}
 CHAT = [{"role": "user", "content": "abc"}]
@@ -44,6 +45,26 @@ def test_generate_is_the_published_call(server):
     assert answer.json["finish_reason"] == "length"
     assert answer.json["usage"]["completion_tokens"] == 12
     assert answer.json["usage"]["prompt_tokens"] == 1
+
+
+ONCE = {
+    "/v1/generate": {"prompt": "abc", "max_tokens": 3},
+    "/v1/completions": {"prompt": "abc", "max_tokens": 3},
+    "/v1/chat/completions": {"messages": CHAT, "max_tokens": 3},
+    "/v1/responses": {"input": "abc", "max_output_tokens": 3},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("path", ONCE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_is_checked_once(server, monkeypatch, path, stream):
+    checked, read = [], Body.read.__func__
+    monkeypatch.setattr(
+        Body, "read", classmethod(lambda cls, body: [checked.append(cls), read(cls, body)][1])
+    )
+    assert server.post(path, **ONCE[path], stream=stream).status == 200
+    assert len(checked) == 1
 
 
 def test_generate_without_a_length_runs_to_the_end(server):

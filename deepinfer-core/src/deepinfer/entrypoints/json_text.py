@@ -1,4 +1,4 @@
-"""JSON from strangers: text all through, and no deeper than the rest can walk.
+"""JSON from strangers: text all through, no key twice, and no deeper than the rest can walk.
 
 Where you are: before a line of ``run-batch`` or a body of an HTTP request is looked at.
 """
@@ -6,9 +6,10 @@ Where you are: before a line of ``run-batch`` or a body of an HTTP request is lo
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, Final
 
-from deepinfer.errors import InvalidRequestError
+from deepinfer.errors import InvalidRequestError, shown
 
 _DEEPEST: Final = 200
 """Levels of JSON: far more than anybody means, far fewer than writing it out again can take."""
@@ -30,13 +31,23 @@ def as_text(text: str, what: str) -> str:
 
 
 def as_json(line: str, what: str) -> Any:
-    """The value that a line of JSON holds: text all through, and not too deep.
+    """The value that a line of JSON holds: text all through, no key twice, and not too deep.
 
     Raises:
-        InvalidRequestError: it holds none; ``what`` says where it stands.
+        InvalidRequestError: it holds none; ``what`` says where it stands. Of a key that stands
+            twice, ``setting`` is the path.
     """
+    repeated: list[tuple[dict[str, Any], str]] = []
+
+    def as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            count = Counter(key for key, _ in pairs)
+            repeated.append((found, next(key for key, times in count.items() if times > 1)))
+        return found
+
     try:
-        value = json.loads(as_text(line, what))
+        value = json.loads(as_text(line, what), object_pairs_hook=as_object)
     except RecursionError:
         raise _too_deep(what) from None
     except json.JSONDecodeError as why:  # its own line number would count from ``what``
@@ -46,7 +57,32 @@ def as_json(line: str, what: str) -> Any:
     except ValueError as why:  # a number of thousands of digits
         raise InvalidRequestError(f"{what} is no JSON: {why}.") from None
     _walk(value, what)
+    if repeated:  # the last one is in no other that is repeated, so it is in the value
+        place, key = repeated[-1]
+        path = f"{_path_to(place, value)}.{key}".removeprefix(".")
+        raise InvalidRequestError(
+            f"{what} has {shown(path)} more than once.",
+            setting=path,
+            next_step="Write each key of an object once.",
+        )
     return value
+
+
+def _path_to(place: object, value: Any) -> str:
+    """Where an object lies in a value, as ``messages[0].content``."""
+    above: dict[int, tuple[Any, str]] = {}  # the object or list around it, and the step into it
+    left = [value]
+    while left and left[-1] is not place:
+        item = left.pop()
+        for step, part in item.items() if isinstance(item, dict) else enumerate(item):
+            if isinstance(part, dict | list):
+                above[id(part)] = item, f".{step}" if isinstance(item, dict) else f"[{step}]"
+                left.append(part)
+    steps = []
+    while place is not value:
+        place, step = above[id(place)]
+        steps.append(step)
+    return "".join(reversed(steps)).removeprefix(".")
 
 
 def _walk(value: Any, what: str) -> None:

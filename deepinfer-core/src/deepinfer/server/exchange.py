@@ -32,8 +32,6 @@ _T = TypeVar("_T")
 _SSE: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _IGNORED: Final = "x-deepinfer-ignored"
 _HEADER_BYTES: Final = 2048
-_UNREAD_SECONDS: Final = 60.0
-"""A stream's client that takes nothing in for so long has left; it would keep its place."""
 
 
 class Writer(Protocol):
@@ -67,10 +65,6 @@ class Dialect(Protocol):
 
     def asked(self, body: dict[str, Any], service: Service) -> Asked:
         """The body in our words; on a thread. Raises what is wrong with it."""
-        ...
-
-    def writer(self, run: Run, body: dict[str, Any], service: Service) -> Writer:
-        """For a request that was let in."""
         ...
 
 
@@ -137,7 +131,7 @@ async def _run(
 
     def opened() -> tuple[Run, Writer]:
         run = service.open(run_id, dialect.asked(body, service))
-        return run, dialect.writer(run, body, service)
+        return run, run.asked.writer(run)
 
     run, writer = await service.in_thread(opened)
     headers = _warnings(run.asked.ignored)
@@ -223,11 +217,7 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             async for text in events:
                 part = {"body": text.encode(), "more_body": True}
-                try:
-                    async with asyncio.timeout(_UNREAD_SECONDS):
-                        await send({"type": "http.response.body", **part})
-                except TimeoutError:
-                    raise _GoneError from None
+                await send({"type": "http.response.body", **part})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

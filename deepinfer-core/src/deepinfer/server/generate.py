@@ -39,13 +39,11 @@ class Generate:
         params = SamplingParams(**{**base, "max_tokens": None, **given, "output_kind": kind})
         return Asked(
             params=params,
+            writer=lambda run: GenerateWriter(run, service.names[0]),
             prompts=[wish.prompt],
             stream=bool(wish.stream),
             ignored=wish.ignored(),
         )
-
-    def writer(self, run: Run, body: dict[str, Any], service: Service) -> GenerateWriter:
-        return GenerateWriter(run, service.names[0])
 
 
 def _one_rule(said: dict[str, Any]) -> dict[str, Any] | None:

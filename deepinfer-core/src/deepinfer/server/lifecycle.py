@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deepinfer.errors import ConfigError
 from deepinfer.server.app import create_app
@@ -30,6 +31,8 @@ _KEEP_ALIVE: Final = 15
 _LOOK: Final = 0.05
 _LAST_WORDS: Final = 5
 """Seconds for connections to end after the drain; what runs then has been ended."""
+_UNREAD_SECONDS: Final = 60.0
+"""A client that takes nothing in for so long has left; it would keep its place and its socket."""
 
 
 class Listening(Protocol):
@@ -56,6 +59,7 @@ class Server:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 create_app(service),
+                http=_Connection,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -118,6 +122,43 @@ class Server:
             last = loop.time() + _LAST_WORDS
             while service.limits.inside and loop.time() < last and not self._force:
                 await asyncio.sleep(_LOOK)
+
+
+class _Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
+    """uvicorn's connection, broken off where its client has long read nothing.
+
+    Closing is not enough: that waits until everything is sent.
+    """
+
+    _watch: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        """All buffers up to the client are full."""
+        super().pause_writing()
+        self._look_again()
+
+    def resume_writing(self) -> None:
+        self._unwatched()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatched()
+        super().connection_lost(exc)
+
+    def _look_again(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._watch = self.loop.call_later(_UNREAD_SECONDS, self._look, unread)
+
+    def _look(self, unread: int) -> None:
+        if self.transport.get_write_buffer_size() < unread:  # slow, and there
+            self._look_again()
+        else:
+            self.transport.abort()
+
+    def _unwatched(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
 
 class _Uvicorn(uvicorn.Server):

@@ -43,14 +43,12 @@ class Messages:
         given.update(stop=said.get("stop_sequences", ()), output_kind=kind)
         return Asked(
             params=SamplingParams(**{**base, **given}),
+            writer=lambda run: MessagesWriter(run, service.names[0]),
             messages=talk,
             options=options(said),
             stream=bool(wish.stream),
             ignored=wish.ignored(),
         )
-
-    def writer(self, run: Run, body: dict[str, Any], service: Service) -> MessagesWriter:
-        return MessagesWriter(run, service.names[0])
 
 
 def conversation(said: dict[str, Any]) -> list[dict[str, Any]]:

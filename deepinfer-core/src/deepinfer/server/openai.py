@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +42,11 @@ class Completions:
             said.pop(name, None)
         return Asked(
             params=_params(said, service, chat=False),
+            writer=lambda run: CompletionWriter(run, wish, service),
             prompts=as_prompts(wish.prompt),
             stream=bool(wish.stream),
             ignored=wish.ignored(),
         )
-
-    def writer(self, run: Run, body: dict[str, Any], service: Service) -> CompletionWriter:
-        return CompletionWriter(run, CompletionBody.read(body), service)
 
 
 class Chat:
@@ -63,17 +62,15 @@ class Chat:
         checked_prefix(talk, service)
         return Asked(
             params=_params(said, service, chat=True),
+            writer=lambda run: ChatWriter(run, wish, service),
             messages=talk,
             options=chat_options(said),
             stream=bool(wish.stream),
             ignored=wish.ignored(),
         )
 
-    def writer(self, run: Run, body: dict[str, Any], service: Service) -> ChatWriter:
-        return ChatWriter(run, ChatBody.read(body), service)
 
-
-class _Writer:
+class _Writer(ABC):
     """What answers of both routes share.
 
     Args:
@@ -137,11 +134,13 @@ class _Writer:
         answer = self._answer(self.piece, choices)
         return event({**answer, "usage": None} if self._with_usage else answer)
 
+    @abstractmethod
     def _choice(self, index: int, out: CompletionOutput) -> dict[str, Any]:
-        raise NotImplementedError
+        """A sample of an answer in one piece."""
 
+    @abstractmethod
     def _deltas(self, index: int, out: CompletionOutput) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
+        """What a stream says of a sample's news."""
 
 
 class CompletionWriter(_Writer):

@@ -40,14 +40,12 @@ class Responses:
         kind = "delta" if wish.stream else "final_only"
         return Asked(
             params=params.model_copy(update={"output_kind": kind}),
+            writer=lambda run: ResponsesWriter(run, wish, service.names[0]),
             messages=conversation(said),
             options=_options(said, form),
             stream=bool(wish.stream),
             ignored=wish.ignored(),
         )
-
-    def writer(self, run: Run, body: dict[str, Any], service: Service) -> ResponsesWriter:
-        return ResponsesWriter(run, ResponsesBody.read(body), service.names[0])
 
 
 def conversation(said: dict[str, Any]) -> list[dict[str, Any]]:

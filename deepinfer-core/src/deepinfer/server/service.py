@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from deepinfer.entrypoints.async_llm import AsyncLLM
     from deepinfer.entrypoints.inputs import Prepared, Prompt
     from deepinfer.entrypoints.outputs import RequestOutput
+    from deepinfer.server.exchange import Writer
 
 _T = TypeVar("_T")
 _THREADS: Final = 8
@@ -39,12 +40,14 @@ class Asked:
 
     Args:
         params: for every prompt of it.
+        writer: makes its answer in the dialect's words, once it was let in.
         prompts: texts or ids; or ``messages`` with ``options``, a conversation.
         stream: whether the answer is wanted in pieces.
         ignored: paths of fields that were accepted and change nothing, for the warning header.
     """
 
     params: SamplingParams
+    writer: Callable[[Run], Writer]
     prompts: Sequence[Prompt] = ()
     messages: Sequence[Message] | None = None
     options: ChatOptions = NO_WISHES

@@ -96,7 +96,7 @@ class StructuredSpec(Frozen):
 def _json_schema(rule: Any) -> Any:
     if isinstance(rule, str):
         try:
-            return json.loads(rule)
+            return json.loads(rule, object_pairs_hook=_each_once)
         except (ValueError, RecursionError) as why:
             raise ValueError(f"schema is no JSON: {why}") from None
     if not isinstance(rule, Mapping | bool | None) and (
@@ -106,6 +106,16 @@ def _json_schema(rule: Any) -> Any:
     if not isinstance(rule, Mapping | bool):
         raise ValueError(f"schema must be a JSON schema or a type, not {type(rule).__name__}")
     return _copied(rule)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of two rules under one key one would be dropped in silence."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {shown(key)} stands there twice")
+        found[key] = value
+    return found
 
 
 def _schema_of_type(rule: Any) -> Any:
