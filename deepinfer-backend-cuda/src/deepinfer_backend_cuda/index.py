@@ -20,6 +20,9 @@ POOL_BYTES = 256 << 20
 SHARED_ROWS = 16
 """Rows of a request from which on that is done."""
 _TILES = 4
+_CHOICE_WARPS = 8
+HELD_PLACES = 16384
+"""Places of a row up to which its choice keeps all scores in registers."""
 
 
 def select_sparse(
@@ -180,6 +183,7 @@ class _Search:
         unit: int,
         skip: bool,
     ) -> None:
+        whole = max(128, triton.next_power_of_2(scores.shape[1]))
         kernels.best_entries_kernel[(count,)](
             scores,
             out if among is None else among,
@@ -195,7 +199,8 @@ class _Search:
             SIZE=max(size, 1),
             UNIT=unit,
             SKIP=skip,
-            BLOCK=min(4096, max(128, triton.next_power_of_2(scores.shape[1]))),
-            num_warps=8,
+            BLOCK=min(4096, whole),
+            HELD=whole if whole <= HELD_PLACES else 0,
+            num_warps=_CHOICE_WARPS,
             **options(count),
         )

@@ -6,7 +6,8 @@ there can be at most, and those without a tile end at once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from torch import Tensor
 from deepinfer_backend_cuda import linear as dense
 from deepinfer_backend_cuda import rows as row_ops
 from deepinfer_backend_cuda import scaled
+from deepinfer_backend_cuda.dispatch import Sorted, Tiles, sort, tiles
 from deepinfer_backend_cuda.kernels import moe as kernels
 from deepinfer_backend_cuda.launch import exact, options
 from deepinfer_backend_cuda.scaled import COLUMNS, KeptWeight
@@ -29,24 +31,13 @@ DOWN = {16: (128, 4, 3), 32: (128, 4, 4), 64: (128, 8, 3)}
 """By rows of a tile: its outputs, warps and stages, measured on an H200. None of these moves a bit;
 warps are whole groups of four, see ``kernels.scaled._fp4_pairs``.
 """
+LONG_MEAN = math.inf
+"""From so many rows of an expert on average on, ``long_kernel`` takes both products: same bits."""
+LONG_ROWS = 192
+LONG_GATED = (64, 8, 3)
+LONG_DOWN = (128, 8, 3)
+"""Of its tiles: rows at most; outputs, warps and stages."""
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
-
-
-class Sorted(NamedTuple):
-    """Slots in the order of their experts: ``order`` int64[S], ``place`` int32[S] its inverse,
-    ``offsets`` int64[E+1].
-    """
-
-    order: Tensor
-    place: Tensor
-    offsets: Tensor
-
-
-class Tiles(NamedTuple):
-    """``tile`` int32[count, 2]: expert (−1: none) and first row of each tile of ``rows`` rows."""
-
-    tile: Tensor
-    rows: int
 
 
 def route(
@@ -94,52 +85,6 @@ def _route(
         **exact(tokens),
     )
     return ids, weights
-
-
-def permute(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """ids int32[T, k] -> (order int64[T·k], offsets int64[E+1])."""
-    found = sort(ids, num_experts)
-    return found.order, found.offsets
-
-
-def sort(ids: Tensor, num_experts: int) -> Sorted:
-    """The slots of ids int32[T, k], sorted stably by expert."""
-    flat = ids.reshape(-1)
-    order = torch.empty(len(flat), dtype=torch.int64, device=ids.device)
-    place = torch.empty(len(flat), dtype=torch.int32, device=ids.device)
-    offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=ids.device)
-    kernels.sort_kernel[(num_experts + 1,)](
-        flat,
-        order,
-        place,
-        offsets,
-        len(flat),
-        num_experts,
-        BLOCK=1024,
-        num_warps=4,
-        **options(len(ids)),
-    )
-    return Sorted(order, place, offsets)
-
-
-def tiles(offsets: Tensor, slots: int, rows: int) -> Tiles:
-    """Tiles of so many rows; each expert's last one may be short."""
-    experts = len(offsets) - 1
-    most = min(slots, slots // rows + experts)
-    tile = torch.empty((most, 2), dtype=torch.int32, device=offsets.device)
-    if most:
-        kernels.expert_tiles_kernel[(experts + 1,)](
-            offsets,
-            tile,
-            experts,
-            most,
-            BM=rows,
-            N=triton.next_power_of_2(experts),
-            BLOCK=128,
-            num_warps=4,
-            **options(slots),
-        )
-    return Tiles(tile, rows)
 
 
 def tile_rows(slots: int, experts: int, most: int = 64) -> int:
@@ -269,8 +214,11 @@ def _experts(
         inner = scaled.quantize(gated.to(x.dtype), "fp8")
     if isinstance(down, KeptWeight):
         found = x.new_empty((tokens * k, width))
-        cut = tiles(sorted_.offsets, tokens * k, tile_rows(tokens * k, experts))
-        grouped_product(inner.to(torch.bfloat16), down, found, cut, sorted_.offsets)
+        if tokens * k >= LONG_MEAN * experts:
+            long_product(inner, down, found, sorted_)
+        else:
+            cut = tiles(sorted_.offsets, tokens * k, tile_rows(tokens * k, experts))
+            grouped_product(inner.to(torch.bfloat16), down, found, cut, sorted_.offsets)
     else:
         found = _grouped(inner, down, sorted_.offsets, None)
     block = min(1024, triton.next_power_of_2(width))
@@ -302,6 +250,10 @@ def _gated(
     """The experts' inner rows [T·k, I], rounded to FP8, by expert."""
     experts, both, width = gate_up.shape
     slots, inner = len(sorted_.order), both // 2
+    if slots >= LONG_MEAN * experts:
+        y = x.new_empty((slots, inner))
+        long_product(x, gate_up, y, sorted_, weights, limit, k)
+        return y
     cut = tiles(sorted_.offsets, slots, tile_rows(slots, experts, 128))
     y = x.new_empty((slots, inner))
     outputs, warps, stages = GATED[cut.rows]
@@ -333,6 +285,52 @@ def _gated(
         **exact(slots),
     )
     return y
+
+
+def long_product(
+    x: Tensor,
+    w: KeptWeight,
+    y: Tensor,
+    sorted_: Sorted,
+    weights: Tensor | None = None,
+    limit: float | None = None,
+    k: int = 1,
+    tile: tuple[int, int, int] | None = None,
+) -> None:
+    """What ``grouped_product`` does, or with routing ``weights`` ``_gated``, for many rows of each
+    expert: y [S, N] becomes x [S, K] · w[e]ᵀ, or the inner rows of x [T, K].
+    """
+    gated = weights is not None
+    slots = len(sorted_.order)
+    cut = tiles(sorted_.offsets, slots, LONG_ROWS)
+    outputs, warps, stages = tile or (LONG_GATED if gated else LONG_DOWN)
+    kernels.long_kernel[triton.cdiv(y.shape[1], outputs), len(cut.tile)](
+        x.to(torch.bfloat16),
+        w.words,
+        w.scales,
+        y,
+        cut.tile,
+        sorted_.offsets,
+        sorted_.order,
+        sorted_.order if weights is None else weights,
+        y.shape[1],
+        w.shape[2],
+        w.blocks,
+        x.stride(0),
+        y.stride(0),
+        w.words.stride(0),
+        w.scales.stride(0),
+        0.0 if limit is None else float(limit),
+        PER_SLOT=k,
+        BN=outputs,
+        KIND=w.kind,
+        GATED=gated,
+        LIMITED=limit is not None,
+        OUT=_OUT[y.dtype],
+        num_warps=warps,
+        num_stages=stages,
+        **exact(slots),
+    )
 
 
 def scaled_moe_block(x: Tensor, image: Tensor | None, params: ScaledMoEParams) -> Tensor:

@@ -21,6 +21,8 @@ from deepinfer_backend_cuda.launch import exact, processors
 POOL_BYTES = 512 << 20
 """Bound of the latents of a step that are laid out once, for all its queries."""
 _ROWS = 8  # latents that a program lays out
+STAGES = 2
+"""Of the walk over places, in bfloat16."""
 COPY_BYTES = 512 << 20
 """Bound of the copies that queries have of their own; more are taken in runs."""
 
@@ -200,6 +202,6 @@ def _attend(q: Tensor, pool: Tensor, places: Tensor, sink: Tensor, scale: float,
         BLOCK_N=16 if single else _keys(),
         PRECISION="ieee" if single else "tf32",
         num_warps=8 if high == 64 else 4,
-        num_stages=1 if single else 2,
+        num_stages=1 if single else STAGES,
         **exact(tokens),
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from deepinfer.api import Impl
 
-from deepinfer_backend_cuda import hyper, index, latent, moe, scaled, sparse
+from deepinfer_backend_cuda import dispatch, hyper, index, latent, moe, scaled, sparse
 
 OPS: Mapping[str, Impl] = {
     "quantize": Impl(scaled.quantize),
@@ -17,7 +17,7 @@ OPS: Mapping[str, Impl] = {
     "scaled_moe": Impl(moe.scaled_moe, scaled.keep),
     "scaled_moe_block": Impl(moe.scaled_moe_block, scaled.keep),
     "route": Impl(moe.route),
-    "permute": Impl(moe.permute),
+    "permute": Impl(dispatch.permute),
     "grouped_linear": Impl(moe.grouped_linear),
     "hyper_mix": Impl(hyper.hyper_mix, hyper.prepare),
     "hyper_open": Impl(hyper.hyper_open, hyper.prepare),

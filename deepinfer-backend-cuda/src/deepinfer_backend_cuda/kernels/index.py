@@ -125,20 +125,24 @@ def index_score_kernel(
                 ).to(tl.int64)
                 entry = block * SIZE + i % SIZE
                 shown = (block >= 0) & (entry < visible)
-            if KIND == FLAT:
-                slot = request * width * per_page + entry
+            to = score_ptr + (t - first) * score_row + i
+            if tl.max(shown.to(tl.int32), 0) == 0:  # kept blocks end long before their places do
+                tl.store(to, tl.full((KEYS,), float("-inf"), tl.float32), mask=i < places)
             else:
-                page = tl.load(
-                    table_ptr + request * table_row + entry // per_page, mask=shown, other=0
-                )
-                slot = page.to(tl.int64) * per_page + entry % per_page
-            even, odd = _keys(cache_ptr, slot, shown, DI, CACHE_WIDTH, KIND)
-            s = tl.zeros((KEYS, HEADS), tl.float32)
-            s = tl.dot(even, even_q, s)
-            s = tl.dot(odd, odd_q, s)
-            s = tl.where(s > 0, s, 0.0) * w[None, :]
-            score = tl.where(shown, tl.sum(s, 1), float("-inf"))
-            tl.store(score_ptr + (t - first) * score_row + i, score, mask=i < places)
+                if KIND == FLAT:
+                    slot = request * width * per_page + entry
+                else:
+                    page = tl.load(
+                        table_ptr + request * table_row + entry // per_page, mask=shown, other=0
+                    )
+                    slot = page.to(tl.int64) * per_page + entry % per_page
+                even, odd = _keys(cache_ptr, slot, shown, DI, CACHE_WIDTH, KIND)
+                s = tl.zeros((KEYS, HEADS), tl.float32)
+                s = tl.dot(even, even_q, s)
+                s = tl.dot(odd, odd_q, s)
+                s = tl.where(s > 0, s, 0.0) * w[None, :]
+                score = tl.where(shown, tl.sum(s, 1), float("-inf"))
+                tl.store(to, score, mask=i < places)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -174,26 +178,43 @@ def _ordered(x):
 
 
 @triton.jit
-def _count(score_ptr, places, least, BLOCK: tl.constexpr):
-    """How many of a row's first ``places`` scores have keys of at least ``least``."""
-    found = tl.zeros((BLOCK,), tl.int32)
-    for at in tl.range(0, places, BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        x = tl.load(score_ptr + i, mask=i < places, other=float("-inf"))
-        found += (_ordered(x) >= least).to(tl.int32)
+def _count(score_ptr, held, places, least, BLOCK: tl.constexpr, HELD: tl.constexpr):
+    """How many of a row's first ``places`` scores have keys of at least ``least``; ``held``: all of
+    them, if HELD.
+    """
+    if HELD > 0:
+        found = (held >= least).to(tl.int32)
+    else:
+        found = tl.zeros((BLOCK,), tl.int32)
+        for at in tl.range(0, places, BLOCK):
+            i = at + tl.arange(0, BLOCK)
+            x = tl.load(score_ptr + i, mask=i < places, other=float("-inf"))
+            found += (_ordered(x) >= least).to(tl.int32)
     return tl.sum(found, 0)
+
+
+@triton.jit
+def _blocks_end(blocks_ptr, kept, BLOCK: tl.constexpr):
+    """How many of a row's kept blocks there are, up to the last that is one."""
+    end = tl.zeros((BLOCK,), tl.int32)
+    for at in tl.range(0, kept, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        block = tl.load(blocks_ptr + i, mask=i < kept, other=-1)
+        end = tl.maximum(end, tl.where(block >= 0, i + 1, 0))
+    return tl.max(end, 0)
 
 
 @triton.jit(do_not_specialize=["first", "k"])
 def best_entries_kernel(
     score_ptr, blocks_ptr, out_ptr, row_ptr, pos_ptr, score_row, first, ratio, k, kept,
     AMONG: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, SKIP: tl.constexpr,
-    BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    BLOCK: tl.constexpr, HELD: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The k best of a row, ascending, then −1: out int32[T, k].
 
     UNIT: scores are of blocks of so many entries. AMONG and SKIP as in ``index_score_kernel``. The
-    key of the k-th best is found bit by bit, by counting.
+    key of the k-th best is found bit by bit, by counting. HELD: how many keys of a row are kept
+    in registers meanwhile, all of them or (0) none.
     """
     follow(CHAIN)
     t = first + tl.program_id(0).to(tl.int64)
@@ -202,25 +223,31 @@ def best_entries_kernel(
         visible = visible * 0
     places = (visible + UNIT - 1) // UNIT
     if AMONG:
-        places = tl.minimum(visible * 0 + kept * SIZE, visible * SIZE)
+        places = tl.minimum(visible * SIZE, _blocks_end(blocks_ptr + t * kept, kept, 1024) * SIZE)
     score_ptr += (t - first) * score_row
     out_ptr += t * k
     many = places > k
     if SKIP:
         many = visible > k
+    held = tl.zeros((1,), tl.uint32)
+    if HELD > 0:
+        all_of = tl.arange(0, HELD)
+        held = tl.load(score_ptr + all_of, mask=all_of < places, other=float("-inf"))
+        held = _ordered(held)
     least = tl.full((1,), 0x00800000, tl.uint32)  # of the lowest finite number
     more = tl.full((1,), 0, tl.int32)
     if many:
-        if _count(score_ptr, places, least, BLOCK) > k:
+        if _count(score_ptr, held, places, least, BLOCK, HELD) > k:
             key = tl.full((1,), 0, tl.uint32)
             for bit in tl.range(0, 32):
                 trial = key | (tl.full((1,), 0x80000000, tl.uint32) >> bit)
-                key = tl.where(_count(score_ptr, places, trial, BLOCK) >= k, trial, key)
+                key = tl.where(_count(score_ptr, held, places, trial, BLOCK, HELD) >= k, trial, key)
             least = key
-            more = more + (_count(score_ptr, places, key, BLOCK) - k)  # ties that have no room
+            # ties that have no room
+            more = more + (_count(score_ptr, held, places, key, BLOCK, HELD) - k)
     ties = tl.full((1,), 0, tl.int32)
     if tl.max(more, 0) > 0:
-        above = _count(score_ptr, places, least + 1, BLOCK)
+        above = _count(score_ptr, held, places, least + 1, BLOCK, HELD)
         ties = ties + (k - above)
     at_out = 0
     seen = tl.full((1,), 0, tl.int32)

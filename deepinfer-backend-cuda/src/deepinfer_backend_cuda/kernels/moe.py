@@ -202,6 +202,132 @@ def gated_kernel(
 
 
 @triton.jit
+def _columns(x, block, k, K, real):
+    """Block ``block`` of the rows at x, as two bfloat16 [rows, 64]."""
+    at = block * 128 + k
+    one = tl.load(x + block * 128, mask=real[:, None] & (at < K)[None, :], other=0)
+    two = tl.load(x + block * 128 + 64, mask=real[:, None] & (at + 64 < K)[None, :], other=0)
+    return one, two
+
+
+@triton.jit
+def _source(order_ptr, row, real, PER_SLOT: tl.constexpr, GATHER: tl.constexpr):
+    if GATHER:
+        row = (tl.load(order_ptr + row, mask=real, other=0) // PER_SLOT).to(tl.int32)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def _store_rows(
+    acc, y_ptr, order_ptr, weight_ptr, row, real, n, N, y_row, limit,
+    BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
+    OUT: tl.constexpr,
+):  # fmt: skip
+    """What becomes of sums [BN (GATED: 2·BN, gate then up), BM] as in ``gated_kernel`` and
+    ``product_kernel``.
+    """
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN, BM)), (1, 2, 0)))
+        slot = tl.load(order_ptr + row, mask=real, other=0)
+        share = tl.load(weight_ptr + slot, mask=real, other=0)
+        y = gated(gate.to(OUT).to(tl.float32), up.to(OUT).to(tl.float32), limit, LIMITED)
+        y = (y * share[None, :]).to(OUT).to(tl.float32)
+        y = quantized(y.T, BM, BN // 32, 32, FP8)
+        to = y_ptr + row[:, None].to(tl.int64) * y_row + n[None, :]
+        tl.store(to, y.to(y_ptr.dtype.element_ty), mask=real[:, None] & (n < N)[None, :])
+    else:
+        to = y_ptr + row[None, :].to(tl.int64) * y_row + n[:, None]
+        tl.store(to, acc.to(y_ptr.dtype.element_ty), mask=(n < N)[:, None] & real[None, :])
+
+
+@triton.jit
+def _long_tile(
+    x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row, y_row,
+    limit, PER_SLOT: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """BM + MORE rows from ``first`` on, which share what is decoded."""
+    BOTH: tl.constexpr = 2 * BN if GATED else BN
+    out = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.arange(0, BOTH)
+    n = tl.minimum(tl.program_id(0) * BN + r % BN, N - 1) + (r // BN) * N
+    k = tl.arange(0, 64)
+    row = first + tl.arange(0, BM)
+    real = row < end
+    x = x_ptr + _source(order_ptr, row, real, PER_SLOT, GATED)[:, None] * x_row + k[None, :]
+    acc = tl.zeros((BOTH, BM), tl.float32)
+    if MORE > 0:
+        row_2 = first + BM + tl.arange(0, MORE)
+        real_2 = row_2 < end
+        source = _source(order_ptr, row_2, real_2, PER_SLOT, GATED)
+        x_2 = x_ptr + source[:, None] * x_row + k[None, :]
+        acc_2 = tl.zeros((BOTH, MORE), tl.float32)
+        for block in tl.range(0, blocks):
+            left, right = _operand(w_ptr, s_ptr, n, block, blocks, 0, K, BOTH, KIND)
+            one, two = _columns(x, block, k, K, real)
+            one_2, two_2 = _columns(x_2, block, k, K, real_2)
+            acc = tl.dot(left, one.T, acc)
+            acc_2 = tl.dot(left, one_2.T, acc_2)
+            acc = tl.dot(right, two.T, acc)
+            acc_2 = tl.dot(right, two_2.T, acc_2)
+        _store_rows(
+            acc_2, y_ptr, order_ptr, weight_ptr, row_2, real_2, out, N, y_row, limit,
+            MORE, BN, GATED, LIMITED, OUT,
+        )  # fmt: skip
+    else:
+        for block in tl.range(0, blocks):
+            left, right = _operand(w_ptr, s_ptr, n, block, blocks, 0, K, BOTH, KIND)
+            one, two = _columns(x, block, k, K, real)
+            acc = tl.dot(left, one.T, acc)
+            acc = tl.dot(right, two.T, acc)
+    _store_rows(
+        acc, y_ptr, order_ptr, weight_ptr, row, real, out, N, y_row, limit,
+        BM, BN, GATED, LIMITED, OUT,
+    )  # fmt: skip
+
+
+@triton.jit
+def long_kernel(
+    x_ptr, w_ptr, s_ptr, y_ptr, tile_ptr, offsets_ptr, order_ptr, weight_ptr, N, K, blocks,
+    x_row, y_row, w_expert, s_expert, limit,
+    PER_SLOT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    LIMITED: tl.constexpr, OUT: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """``product_kernel``, or ``gated_kernel`` if GATED, for tiles of up to LONG rows that take the
+    next of 64, 128, 160 and 192: what is decoded serves all of them, and few are padding.
+    """
+    follow(CHAIN)
+    expert = tl.load(tile_ptr + tl.program_id(1) * 2)
+    if expert >= 0:
+        e = expert.to(tl.int64)
+        w_ptr += e * w_expert
+        s_ptr += e * s_expert
+        first = tl.load(tile_ptr + tl.program_id(1) * 2 + 1)
+        end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+        if first + 64 >= end:
+            _long_tile(
+                x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row,
+                y_row, limit, PER_SLOT, 64, 0, BN, KIND, GATED, LIMITED, OUT,
+            )  # fmt: skip
+        elif first + 128 >= end:
+            _long_tile(
+                x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row,
+                y_row, limit, PER_SLOT, 128, 0, BN, KIND, GATED, LIMITED, OUT,
+            )  # fmt: skip
+        elif first + 160 >= end:
+            _long_tile(
+                x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row,
+                y_row, limit, PER_SLOT, 128, 32, BN, KIND, GATED, LIMITED, OUT,
+            )  # fmt: skip
+        else:
+            end = tl.minimum(end, first + 192)  # as the table has it: ``moe.LONG_ROWS``
+            _long_tile(
+                x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row,
+                y_row, limit, PER_SLOT, 128, 64, BN, KIND, GATED, LIMITED, OUT,
+            )  # fmt: skip
+
+
+@triton.jit
 def plain_kernel(
     x_ptr, w_ptr, y_ptr, tile_ptr, offsets_ptr, N, K, x_row,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHAIN: tl.constexpr,
