@@ -30,8 +30,21 @@ def deepinfer_provide() -> list[Spec]:
             planner=PLANNER,
             drafter="deepinfer_speculative.dspark.drafter:DSparkDrafter",
             verifier=RATIO,
-            options=(*PLANNING, *DRAWING, "draft_head"),
+            options=(*PLANNING, *DRAWING, "draft_weights"),
             architectures=("Qwen3DSparkModel", "LlamaDSparkModel"),
+        ),
+        SpeculatorSpec(
+            name="eagle3",
+            planner=PLANNER,
+            drafter="deepinfer_speculative.eagle3.drafter:Eagle3Drafter",
+            verifier=RATIO,
+            options=(*PLANNING, "draft_sampling"),
+            architectures=(
+                "LlamaForCausalLMEagle3",
+                "Eagle3LlamaForCausalLM",
+                "Eagle3Speculator",
+                "Eagle3DraftModel",
+            ),
         ),
         SpeculatorSpec(
             name="mtp",

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepinfer_speculative.dspark.config import LLAMA, QWEN3, read_config
 from deepinfer_speculative.dspark.weights import weight_rules
 
-_OF_TARGET: Final = (
+OF_TARGET: Final = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -44,7 +44,7 @@ def draft_config(
     ``norms``: norms on query and key heads, as Qwen3 has them.
     """
     return {
-        **{name: target[name] for name in _OF_TARGET if target.get(name) is not None},
+        **{name: target[name] for name in OF_TARGET if target.get(name) is not None},
         "architectures": [QWEN3 if norms else LLAMA],
         "model_type": "qwen3" if norms else "llama",
         "num_hidden_layers": layers,
