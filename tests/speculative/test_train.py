@@ -25,6 +25,7 @@ from deepinfer_speculative.train.data import Pool
 from deepinfer_speculative.train.evaluate import _noise, fit, summary, walk
 from deepinfer_speculative.train.loop import (
     TrainPlan,
+    divergence,
     planned_steps,
     rate,
     timed_steps,
@@ -38,7 +39,8 @@ from dspark_rig import Plain, pair, prompts, trained
 TEMPLATE = "{% for m in messages %}a{{ m.content }}b{% endfor %}c"
 
 
-def test_the_loss_and_its_gradient_are_those_of_autograd():
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_loss_and_its_gradient_are_those_of_autograd(share):
     source = torch.Generator().manual_seed(0)
     n, hidden, rank, vocab = 37, 8, 4, 23
 
@@ -53,13 +55,14 @@ def test_the_loss_and_its_gradient_are_those_of_autograd():
     p, t = logits.softmax(1), (truth @ head.T).softmax(1)
     distance = (p - t).abs().sum(1)
     ce = torch.nn.functional.cross_entropy(logits, token, reduction="none")
-    expected = ((CE * ce + L1 * distance) * weight).sum()
+    kl = torch.nn.functional.kl_div(p.log(), t, reduction="none").sum(1)
+    expected = ((CE * ce + L1 * ((1 - share) * distance + share * kl)) * weight).sum()
     expected.backward()
     right = [x.grad.clone() for x in (h, e, w2)]
     for x in (h, e, w2):
         x.grad = None
     args = [x.detach().float().requires_grad_() for x in (h, e, w2)]
-    found = HeadLoss.apply(*args, head.float(), truth.float(), token, weight.float())
+    found = HeadLoss.apply(*args, head.float(), truth.float(), token, weight.float(), share)
     found[0].backward()
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(found[3].double(), 1 - distance / 2, atol=1e-6)
@@ -116,6 +119,22 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(rig, tmp_path):
         train(network(), pool, target.head, other, tmp_path / "part.pt", lambda line: None)
 
 
+def test_a_draft_may_begin_as_the_targets_last_layers(tmp_path):
+    folder, draft = pair(tmp_path, "qwen3")
+    checkpoint = open_checkpoint(resolve(str(folder)))
+    target = Target(checkpoint, torch.device("cpu"))
+    raw = json.loads((draft / "config.json").read_text())
+    network = Network(raw, target.embed, target.norm)
+    network.start_from(checkpoint)
+    last = checkpoint.config["num_hidden_layers"] - 1
+    mine = raw["num_hidden_layers"] - 1
+    for name in ("self_attn.q_proj.weight", "self_attn.k_norm.weight", "mlp.down_proj.weight"):
+        theirs = checkpoint.tensor(f"model.layers.{last}.{name}", torch.float32)
+        assert torch.equal(network.get(f"layers.{mine}.{name}"), theirs)
+    rows = torch.randn(3, network.get("fc.weight").shape[1])
+    assert torch.equal(rows @ network.get("fc.weight").T, rows[:, -target.embed.shape[1] :])
+
+
 def test_kept_states_are_the_same(rig):
     target, texts, pool, _ = rig
     kept = Pool(texts, np.arange(12), target, (0, 1), keep=True)
@@ -153,6 +172,13 @@ def test_the_rate_rises_and_falls():
     assert all(a >= b for a, b in pairwise(rates[4:])) and rates[-1] < 1e-3
 
 
+def test_the_divergence_gives_way_to_the_distance():
+    plan = TrainPlan(steps=100, warm=0.5)
+    shares = [divergence(step, plan) for step in range(100)]
+    assert shares[0] == 1.0 and shares[25] == 0.5 and set(shares[50:]) == {0.0}
+    assert divergence(0, TrainPlan(steps=100)) == 0.0
+
+
 def test_noise_given_the_token_is_gumbel_noise():
     """Over tokens drawn from p it has Gumbel's mean and variance, and it draws just that token."""
     source = torch.Generator().manual_seed(0)
@@ -171,7 +197,7 @@ def test_judged_as_the_engine_does(tmp_path):
     """Rounds of the walk are rounds of the engine; greedy texts of a trained draft."""
     target, draft, _ = trained(tmp_path)
     asked, most = prompts(10, seed=4), 32
-    options = {"model": str(draft), "mode": "static", "draft_head": "same"}
+    options = {"model": str(draft), "mode": "static", "draft_weights": "same"}
     with LLM(str(target), max_model_len=96, num_threads=1, speculative=options) as llm:
         outs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=most, ignore_eos=True))
     rows = [[*ids, *out.outputs[0].token_ids] for ids, out in zip(asked, outs, strict=True)]

@@ -40,6 +40,15 @@ Tell = Callable[[str], None]
 @click.option("--batch", default=64, help="Texts a step.")
 @click.option("--anchors", default=64, help="Blocks of each text a step.")
 @click.option("--lr", default=1e-3, help="Highest learning rate.")
+@click.option(
+    "--warm", default=0.5, help="Share of the steps over which KL gives way to the L1 distance."
+)
+@click.option(
+    "--start",
+    default="random",
+    type=click.Choice(["random", "target"]),
+    help="First weights: random, or those of the target's last layers.",
+)
 @click.option("--layers", default=2, help="Decoder layers of the draft.")
 @click.option("--block", default=5, help="Tokens of a block.")
 @click.option("--rank", default=64, help="Of the Markov head.")
@@ -98,8 +107,10 @@ def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
         norms=target.config.qk_norm,
     )
     network = Network(raw, target.embed, target.norm, options["seed"])
+    if options["start"] == "target":
+        network.start_from(checkpoint)
     learn = np.flatnonzero(~texts.held)
-    names = ("steps", "batch", "anchors", "lr", "seed")
+    names = ("steps", "batch", "anchors", "lr", "seed", "warm")
     plan = TrainPlan(**{name: options[name] for name in names})
     state = out / "state.pt"
     pool = Pool(texts, learn, target, network.config.taps, options["keep_states"])

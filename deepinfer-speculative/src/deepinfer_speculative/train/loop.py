@@ -24,7 +24,8 @@ CLIP: Final = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
     """``batch`` texts with ``anchors`` blocks each a step; ``lr``: the highest; ``save``: steps
-    between states; ``seed``: of the initial weights and of every choice.
+    between states; ``seed``: of the initial weights and of every choice; ``warm``: the share of the
+    steps over which the divergence gives way to the distance (:mod:`.losses`).
     """
 
     steps: int
@@ -33,17 +34,19 @@ class TrainPlan:
     lr: float = 1e-3
     save: int = 500
     seed: int = 0
+    warm: float = 0.0
 
 
 def timed_steps(network: Network, pool: Pool, head: Tensor, plan: TrainPlan, seconds: float) -> int:
     """How many steps of this plan take so long; trains ``network``, which is thrown away then."""
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-    warm, count = 4, 12
+    warm, count = 8, 32
     for step in range(warm + count):
         if step == warm:
             _wait(head)
             began = time.perf_counter()
-        found = losses(network, pool.batch(step, plan.batch, plan.anchors, plan.seed), head)
+        batch = pool.batch(step, plan.batch, plan.anchors, plan.seed)
+        found = losses(network, batch, head, min(plan.warm, 1.0))
         optimizer.zero_grad(set_to_none=True)
         found.total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -73,6 +76,11 @@ def rate(step: int, plan: TrainPlan) -> float:
     return plan.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def divergence(step: int, plan: TrainPlan) -> float:
+    """The divergence's share at a step: 1 at first, down evenly to 0."""
+    return max(0.0, 1.0 - step / (plan.warm * plan.steps)) if plan.warm else 0.0
+
+
 def train(
     network: Network,
     pool: Pool,
@@ -95,7 +103,8 @@ def train(
     for step in range(begin, plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, plan)
-        found = losses(network, pool.batch(step, plan.batch, plan.anchors, plan.seed), head)
+        batch = pool.batch(step, plan.batch, plan.anchors, plan.seed)
+        found = losses(network, batch, head, divergence(step, plan))
         optimizer.zero_grad(set_to_none=True)
         found.total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)

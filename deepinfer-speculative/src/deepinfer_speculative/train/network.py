@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deepinfer.layers import rotary_table
+from deepinfer.models.checkpoint import Checkpoint
 from torch import Tensor, nn
 
 from deepinfer_speculative.dspark.config import read_config
@@ -55,6 +56,21 @@ class Network(nn.Module):
             self.config.shape.max_position_embeddings + self.config.block,
             embed.device,
         )
+
+    @torch.no_grad()
+    def start_from(self, target: Checkpoint) -> None:
+        """Begin with the target's last layers, and with context rows that are its last tap's."""
+        own = [name for name in shapes_of(self.raw) if name.startswith("layers.")]
+        offset = int(target.config["num_hidden_layers"]) - self.config.shape.layers
+        for name in own:
+            _, index, rest = name.split(".", 2)
+            found = target.tensor(f"model.layers.{int(index) + offset}.{rest}", torch.float32)
+            self.get(name).copy_(found)
+        first = target.tensor(f"model.layers.{offset}.input_layernorm.weight", torch.float32)
+        self.get("hidden_norm.weight").copy_(first)
+        fc = self.get("fc.weight")
+        fc.zero_()
+        fc[:, -len(fc) :].fill_diagonal_(1.0)
 
     def get(self, name: str) -> Tensor:
         """A weight by its checkpoint name."""
