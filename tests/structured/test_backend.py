@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -131,11 +132,15 @@ def test_a_bad_spec_is_refused_at_submission_by_path_and_reason(kind, rule, word
         ('start ::= "a"', "root"),
         ('root ::= "a', 'quote|"|literal'),
         ("root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "[Nn]est"),
+        ('root ::= "a" | ', "refused: at line 1, column 16: Expect element, but got the end"),
+        ("root ::= Token(99)", r"refused: Token id 99 .* out of the vocabulary range"),
     ],
 )
 def test_foreign_grammars_are_refused_in_xgrammars_words(rule, word):
-    with pytest.raises(InvalidRequestError, match=word):
+    """But not with the places and conditions of its own source."""
+    with pytest.raises(InvalidRequestError, match=word) as error:
         SHARED.compile(spec("ebnf", rule), ENDS)
+    assert re.search(r"\.cc|\.h:|cpp|/|Check failed|\d\d:\d\d", str(error.value)) is None
 
 
 @pytest.mark.parametrize("count", ["2147483648", "4294967298", f"{2**64 + 2}", "9" * 5000])
@@ -256,7 +261,7 @@ def test_what_another_process_refuses_is_blamed_on_the_right_thing(monkeypatch, 
             one.compile(spec("ebnf", 'root ::= "a"'), ENDS)
         else:
             one._validator(spec("json", SCHEMA, on_unsupported="validate"))(b"1")
-    said = {"ebnf": "xgrammar refuses this ebnf", "validation": "The text cannot be validated"}
+    said = {"ebnf": "This ebnf is refused", "validation": "The text cannot be validated"}
     assert str(error.value).startswith(said[task])
 
 

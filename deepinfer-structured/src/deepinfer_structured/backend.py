@@ -132,7 +132,7 @@ class XGrammarBackend:
             return compiler.compile_grammar(source.text), None
         except RuntimeError as why:
             raise InvalidRequestError(
-                f"xgrammar refuses this {kind}: {reason(why)}.", setting="so_args.schema"
+                f"This {kind} is refused: {reason(why)}.", setting="so_args.schema"
             ) from why
 
     def _lazy(self, source: Source) -> bool:
@@ -142,7 +142,7 @@ class XGrammarBackend:
     def _compile_apart(self, source: Source, kind: str) -> str:
         task = frames.TAG if source.tag else frames.GRAMMAR
         slow = f"This {kind} takes more than {{}} s to compile."
-        answer = self._ask(task, source.text, slow, f"xgrammar refuses this {kind}")
+        answer = self._ask(task, source.text, slow, f"This {kind} is refused")
         cost, _, text = answer.partition("\n")
         seconds, size = json.loads(cost)
         if seconds > self.options.fill_seconds:

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sys
 import time
 from typing import Any
 
 from deepinfer_structured import frames
+from deepinfer_structured.endless import endless_rules
 
 _TRIAL = 48  # tokens
+_NAMED = 3  # rules in a message
+_OWN = re.compile(
+    r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?"
+    r"(Invalid structural tag error: |EBNF \w+ error (?=at ))?"
+)
 _MEMORY = 2 << 30  # bytes that a grammar may need beyond what xgrammar itself does
 
 
@@ -59,20 +66,33 @@ class _Work:
         import xgrammar
 
         compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        compiled: Any = (
-            compiler.compile_structural_tag(text)
-            if kind == frames.TAG
-            else compiler.compile_grammar(text)
-        )
+        if kind == frames.TAG:
+            compiled: Any = compiler.compile_structural_tag(text)
+            check_ends(compiled.grammar)
+        else:
+            grammar = xgrammar.Grammar.from_ebnf(text)
+            check_ends(grammar)
+            compiled = compiler.compile_grammar(grammar)
         slowest = slowest_mask(compiled, self._info.vocab_size)
         cost = json.dumps([slowest, compiled.memory_size_bytes])
         return f"{cost}\n{compiled.serialize_json()}"
+
+
+def check_ends(grammar: Any) -> None:
+    """Raise ValueError where a rule of an ``xgrammar.Grammar`` never comes to an end."""
+    endless = endless_rules(str(grammar))
+    if endless:
+        names = ", ".join(map(repr, endless[:_NAMED])) + ", …" * (len(endless) > _NAMED)
+        raise ValueError(f"no text of its rule {names} ever ends")
 
 
 def slowest_mask(compiled: Any, vocab_size: int) -> float:
     """Seconds of the slowest mask along a few random texts.
 
     A grammar that can be read in many ways at once compiles quickly and costs at every token.
+
+    Raises:
+        ValueError: a text can go no further and is not complete.
     """
     import numpy as np
     import xgrammar
@@ -81,12 +101,14 @@ def slowest_mask(compiled: Any, vocab_size: int) -> float:
     row = np.empty((1, -(-vocab_size // 32)), np.int32)
     for _ in range(2):
         matcher = xgrammar.GrammarMatcher(compiled)
-        for _ in range(_TRIAL):
+        for length in range(_TRIAL):
             start = time.thread_time()
             matcher.fill_next_token_bitmask(row, 0)
             worst = max(worst, time.thread_time() - start)
             bits = np.unpackbits(row.view(np.uint8), bitorder="little")
             allowed = np.flatnonzero(bits[:vocab_size])
+            if not len(allowed) and not matcher.is_completed():
+                raise ValueError(f"no token may follow the {length} that it has allowed so far")
             if not len(allowed) or not matcher.accept_token(int(draw.choice(allowed))):
                 break
     return worst
@@ -114,8 +136,8 @@ def bound_memory(more: int) -> None:
 
 
 def reason(why: Exception) -> str:
-    """xgrammar's messages without the place in its own source."""
+    """xgrammar's messages without the time, and the place and condition in its own source."""
     text = str(why).strip().splitlines()
     line = next((part for part in text if part.strip()), type(why).__name__)
-    _, cut, rest = line.partition("error at ")
-    return f"at {rest}" if cut else line.rpartition(": ")[2] if "cpp:" in line else line
+    line = _OWN.sub("", line).strip()
+    return f"{line} the end" if line.endswith("but got") else line
