@@ -65,6 +65,27 @@ def long_text(dtype):
         yield f"attention, {dtype}: pieces side by side are not the bits of one walk"
 
 
+def mixed():
+    """What is wrong with a step in which requests decode, verify and prefill: each alone has the
+    same bits.
+    """
+    counts, keys = (1, 40, 3, 1, 20), (70, 300, 33, 1, 20)
+    source = torch.Generator().manual_seed(6)
+    q = torch.randn(sum(counts), 4, 32, generator=source).bfloat16()
+    k, v = (torch.randn(100, 16, 2, 32, generator=source).bfloat16() for _ in range(2))
+    table = torch.randperm(100, generator=source).int().view(5, 20)
+    cu_q = torch.tensor((0, *counts)).cumsum(0).int()
+    plan = attention.plan_attention(table, torch.tensor(keys), cu_q, 16)
+    whole = attention.attention(q, k, v, plan, 0.2)
+    for i, (count, length) in enumerate(zip(counts, keys, strict=True)):
+        at = slice(int(cu_q[i]), int(cu_q[i + 1]))
+        alone = torch.tensor([length]), torch.tensor([0, count], dtype=torch.int32), 16
+        plan = attention.plan_attention(table[i : i + 1], *alone)
+        parts = attention.attention(q[at], k, v, plan, 0.2)
+        if not all(torch.equal(part, full[at]) for part, full in zip(parts, whole, strict=True)):
+            yield f"attention of {count} rows beside others is not what it is alone"
+
+
 def staged():
     """What is wrong with a step of 3 rows among the inputs of a graph for 5."""
 
@@ -154,14 +175,14 @@ def long_tiles():
         if gated:
             want = moe._gated(x, share, w, found, 1.5, 3)
             got = torch.zeros_like(want)
-            moe.long_product(x, w, got, found, share, 1.5, 3, (32, 4, 2))
+            moe.long_product(x, w, got, found, share, 1.5, 3, (192, 32, 4, 2))
         else:
             rows = torch.randn(len(found.order), k, generator=source).bfloat16()
             want = torch.zeros(len(rows), n).bfloat16()
             got = torch.zeros_like(want)
             cut = dispatch.tiles(found.offsets, len(rows), 64)
             moe.grouped_product(rows, w, want, cut, found.offsets)
-            moe.long_product(rows, w, got, found, tile=(64, 4, 2))
+            moe.long_product(rows, w, got, found, tile=(160, 64, 4, 2))
         if not torch.equal(got[:slots], want[:slots]) or not want[:slots].abs().sum():
             yield f"long_kernel, {kind}: not the bits of other tiles"
 
@@ -192,7 +213,7 @@ def main():
         for said in long_text(dtype):
             bad += 1
             print(said)
-    for said in () if sys.argv[1:] else (*staged(), *filtered(), *gates()):
+    for said in () if sys.argv[1:] else (*staged(), *mixed(), *filtered(), *gates()):
         bad += 1
         print(said)
     for said in () if sys.argv[1:] else (*kept_weights(), *long_tiles()):

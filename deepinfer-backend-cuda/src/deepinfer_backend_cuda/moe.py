@@ -33,10 +33,9 @@ warps are whole groups of four, see ``kernels.scaled._fp4_pairs``.
 """
 LONG_MEAN = math.inf
 """From so many rows of an expert on average on, ``long_kernel`` takes both products: same bits."""
-LONG_ROWS = 192
-LONG_GATED = (64, 8, 3)
-LONG_DOWN = (128, 8, 3)
-"""Of its tiles: rows at most; outputs, warps and stages."""
+LONG_GATED = (192, 64, 8, 3)
+LONG_DOWN = (192, 128, 8, 3)
+"""Of its tiles: rows at most (160 or 192), outputs, warps and stages."""
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 
 
@@ -295,15 +294,15 @@ def long_product(
     weights: Tensor | None = None,
     limit: float | None = None,
     k: int = 1,
-    tile: tuple[int, int, int] | None = None,
+    tile: tuple[int, int, int, int] | None = None,
 ) -> None:
     """What ``grouped_product`` does, or with routing ``weights`` ``_gated``, for many rows of each
     expert: y [S, N] becomes x [S, K] · w[e]ᵀ, or the inner rows of x [T, K].
     """
     gated = weights is not None
     slots = len(sorted_.order)
-    cut = tiles(sorted_.offsets, slots, LONG_ROWS)
-    outputs, warps, stages = tile or (LONG_GATED if gated else LONG_DOWN)
+    rows, outputs, warps, stages = tile or (LONG_GATED if gated else LONG_DOWN)
+    cut = tiles(sorted_.offsets, slots, rows)
     kernels.long_kernel[triton.cdiv(y.shape[1], outputs), len(cut.tile)](
         x.to(torch.bfloat16),
         w.words,
@@ -322,6 +321,7 @@ def long_product(
         w.scales.stride(0),
         0.0 if limit is None else float(limit),
         PER_SLOT=k,
+        MOST=rows,
         BN=outputs,
         KIND=w.kind,
         GATED=gated,

@@ -290,11 +290,11 @@ def _long_tile(
 def long_kernel(
     x_ptr, w_ptr, s_ptr, y_ptr, tile_ptr, offsets_ptr, order_ptr, weight_ptr, N, K, blocks,
     x_row, y_row, w_expert, s_expert, limit,
-    PER_SLOT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    LIMITED: tl.constexpr, OUT: tl.constexpr, CHAIN: tl.constexpr,
+    PER_SLOT: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
+    GATED: tl.constexpr, LIMITED: tl.constexpr, OUT: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """``product_kernel``, or ``gated_kernel`` if GATED, for tiles of up to LONG rows that take the
-    next of 64, 128, 160 and 192: what is decoded serves all of them, and few are padding.
+    """``product_kernel``, or ``gated_kernel`` if GATED, for tiles of up to MOST rows (160 or 192)
+    that take the next of 64, 128, 160 and 192: what is decoded serves all of them, and few are padding.
     """
     follow(CHAIN)
     expert = tl.load(tile_ptr + tl.program_id(1) * 2)
@@ -314,13 +314,14 @@ def long_kernel(
                 x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row,
                 y_row, limit, PER_SLOT, 128, 0, BN, KIND, GATED, LIMITED, OUT,
             )  # fmt: skip
-        elif first + 160 >= end:
+        elif (MOST == 160) | (first + 160 >= end):
+            end = tl.minimum(end, first + 160)
             _long_tile(
                 x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row,
                 y_row, limit, PER_SLOT, 128, 32, BN, KIND, GATED, LIMITED, OUT,
             )  # fmt: skip
-        else:
-            end = tl.minimum(end, first + 192)  # as the table has it: ``moe.LONG_ROWS``
+        elif MOST > 160:
+            end = tl.minimum(end, first + 192)
             _long_tile(
                 x_ptr, w_ptr, s_ptr, y_ptr, order_ptr, weight_ptr, first, end, N, K, blocks, x_row,
                 y_row, limit, PER_SLOT, 128, 64, BN, KIND, GATED, LIMITED, OUT,
