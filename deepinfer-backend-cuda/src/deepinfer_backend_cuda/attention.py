@@ -18,11 +18,15 @@ PART_BYTES = 256 << 20
 """Bound of the partial results of a split launch."""
 
 
+ALL = (1, 0)
+"""The share of a launch that takes every request: fewest rows of one, most (0: any number)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a step's attention reads: block_table int32[n, W], kv_lengths int64[n], cu_q int32[n+1].
 
-    ``cuts``: tiles by their height and the number of tokens, made by the first layer; ``arrived``:
+    ``cuts``: tiles by height, number of tokens and share, made by the first layer; ``arrived``:
     zeros that a split launch counts its pieces in and leaves as zeros.
     """
 
@@ -30,7 +34,7 @@ class Plan:
     kv_lengths: Tensor
     cu_q: Tensor
     page_size: int
-    cuts: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = field(default_factory=dict)
+    cuts: dict[tuple[int, ...], tuple[int, Tensor, Tensor]] = field(default_factory=dict)
     arrived: dict[int, Tensor] = field(default_factory=dict)
 
     def counts(self, programs: int) -> Tensor:
@@ -39,19 +43,25 @@ class Plan:
             self.arrived[programs] = self.cu_q.new_zeros(programs)
         return self.arrived[programs]
 
-    def tiles(self, height: int, tokens: int) -> tuple[int, Tensor, Tensor]:
-        """(how many at most, request of each, first row of each)."""
-        known = self.cuts.get((height, tokens))
-        if known is None:
-            known = self.cuts[height, tokens] = self._cut(height, tokens)
-        return known
+    def tiles(
+        self, height: int, tokens: int, share: tuple[int, int] = ALL
+    ) -> tuple[int, Tensor, Tensor]:
+        """(how many at most, request of each, first row of each), of requests of a ``share``."""
+        key = (height, tokens, *share)
+        if key not in self.cuts:
+            self.cuts[key] = self._cut(*key)
+        return self.cuts[key]
 
     def bound(self, height: int, tokens: int) -> int:
         """No step of so many tokens has more tiles; each request's last one may be short."""
         return min(tokens, (tokens + (len(self.kv_lengths) + 1) * (height - 1)) // height)
 
-    def _cut(self, height: int, tokens: int) -> tuple[int, Tensor, Tensor]:
+    def _cut(
+        self, height: int, tokens: int, fewest: int, largest: int
+    ) -> tuple[int, Tensor, Tensor]:
         requests, most = len(self.kv_lengths), self.bound(height, tokens)
+        if 0 < largest <= height:
+            most = min(most, requests)
         request = self.cu_q.new_empty(most)
         first = self.cu_q.new_empty(most)
         kernels.tiles_kernel[(requests + 1,)](
@@ -62,6 +72,8 @@ class Plan:
             tokens,
             most,
             BQ=height,
+            LEAST=fewest,
+            MOST=largest,
             N=max(16, triton.next_power_of_2(requests)),
             BLOCK=128,
             num_warps=4,
@@ -77,7 +89,8 @@ def plan_attention(block_table: Tensor, kv_lengths: Tensor, cu_q: Tensor, page_s
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a step is launched: query rows (tokens times a head group) of a tile, warps, stages.
+    """How a step is launched: query rows (tokens times a head group) of a tile, warps, stages;
+    ``edge``: stages of the blocks that not all rows see whole.
 
     Nothing here moves a bit in bfloat16; float32 has one tile for all steps.
     """
@@ -85,6 +98,7 @@ class Tile:
     rows: int
     warps: int
     stages: int
+    edge: int = 1
 
 
 def keys_of(head_dim: int, dtype: torch.dtype) -> int:
@@ -115,17 +129,34 @@ def attention(
     sink: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, HQ, D], caches [pages, page_size, HKV, D] -> (o [T, HQ, D], lse float32[T, HQ])."""
-    tokens, heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    decode = tokens <= len(plan.kv_lengths)
-    if not decode and window is None and softcap is None and _flashes(q, k_cache, v_cache, plan):
-        return _flash(q, k_cache, v_cache, plan, scale, sink)
-    tile = tile_of(heads // kv_heads, dim, q.dtype, decode, tokens * kv_heads)
-    programs = plan.bound(tile.rows // (heads // kv_heads), tokens) * kv_heads
-    pieces = split(plan, programs, tokens * heads * dim, q.device)
-    options = window, sink, softcap
-    return launch(q, k_cache, v_cache, plan, scale, options, tile, pieces)
+    """q [T, HQ, D], caches [pages, page_size, HKV, D] -> (o [T, HQ, D], lse float32[T, HQ]).
+
+    Where some requests decode while others prefill, each kind has a launch of its own: a row that
+    decodes would leave most of a prefill's tile empty.
+    """
+    tokens, (group, kv_heads) = len(q), (q.shape[1] // k_cache.shape[2], k_cache.shape[2])
+    requests, options = len(plan.kv_lengths), (window, sink, softcap)
+
+    def walk(
+        tile: Tile, share: tuple[int, int], out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        programs = plan.bound(tile.rows // group, tokens) * kv_heads
+        if share[1]:
+            programs = min(tokens, requests) * kv_heads
+        pieces = split(plan, programs, q.numel(), q.device)
+        return launch(q, k_cache, v_cache, plan, scale, options, tile, pieces, share, out)
+
+    few = tile_of(group, q.shape[2], q.dtype, True, min(tokens, requests) * kv_heads)
+    if tokens <= requests:
+        return walk(few, ALL)
+    height = few.rows // group
+    mixed = requests > 1 and q.dtype is torch.bfloat16
+    share = (height + 1, 0) if mixed else ALL
+    if window is None and softcap is None and _flashes(q, k_cache, v_cache, plan):
+        out = _flash(q, k_cache, v_cache, plan, scale, sink, share)
+    else:
+        out = walk(tile_of(group, q.shape[2], q.dtype, False, tokens * kv_heads), share)
+    return walk(few, (1, height), out) if mixed else out
 
 
 def _flashes(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> bool:
@@ -137,13 +168,19 @@ def _flashes(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> bool:
 
 
 def _flash(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan, scale: float, sink: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: Plan,
+    scale: float,
+    sink: Tensor | None,
+    share: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     if scale < 0:
         q, scale = -q, -scale
     o = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    tiles = plan.tiles(hopper.FLASH_ROWS // (q.shape[1] // k_cache.shape[2]), len(q))
+    tiles = plan.tiles(hopper.FLASH_ROWS // (q.shape[1] // k_cache.shape[2]), len(q), share)
     step = plan.block_table, plan.kv_lengths, plan.cu_q
     hopper.flash(q, (k_cache, v_cache), tiles, step, scale, sink, (o, lse), PIECE)
     return o, lse
@@ -158,15 +195,20 @@ def launch(
     options: tuple[int | None, Tensor | None, float | None],
     tile: Tile,
     pieces: int,
+    share: tuple[int, int] = ALL,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``attention`` in these tiles; ``pieces`` > 1: that many side by side, then merged."""
+    """``attention`` in these tiles; ``pieces`` > 1: that many side by side, then merged. With a
+    ``share`` other requests' rows of ``out`` stay as they are.
+    """
     window, sink, softcap = options
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    o = q.new_empty((tokens, heads, dim))
-    lse = q.new_empty((tokens, heads), dtype=torch.float32)
+    if out is None:
+        out = q.new_empty((tokens, heads, dim)), q.new_empty((tokens, heads), dtype=torch.float32)
+    o, lse = out
     if not o.numel():
-        return o, lse
+        return out
     if q.stride(2) != 1:
         q = q.contiguous()
     if scale < 0:
@@ -174,7 +216,7 @@ def launch(
     group = heads // kv_heads
     height = tile.rows // group
     wide = max(16, triton.next_power_of_2(dim))
-    most, request, first = plan.tiles(height, tokens)
+    most, request, first = plan.tiles(height, tokens, share)
     part = state = arrived = lse
     if pieces > 1:
         part = lse.new_empty((tokens, heads, pieces, dim))
@@ -218,13 +260,13 @@ def launch(
         SPLIT=pieces > 1,
         CAP=softcap is not None,
         WINDOW=window is not None,
-        EDGE_STAGES=tile.stages if window is not None else 1,
+        EDGE_STAGES=tile.stages if window is not None else tile.edge,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
         **exact(tokens),
     )
-    return o, lse
+    return out
 
 
 def split(plan: Plan, programs: int, elements: int, device: torch.device) -> int:

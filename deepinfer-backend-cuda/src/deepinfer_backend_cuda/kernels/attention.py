@@ -24,12 +24,14 @@ UNROLLED = tl.constexpr(4)  # pieces whose loads are under way together in a mer
 @triton.jit(do_not_specialize=["requests", "tokens", "tiles"])
 def tiles_kernel(
     cu_q_ptr, request_ptr, first_ptr, requests, tokens, tiles,
-    BQ: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    CHAIN: tl.constexpr,
+    BQ: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """Cut each request's query rows into tiles of BQ: request and first row of each tile.
+    """Cut the query rows of each request of LEAST to MOST (0: any number) into tiles of BQ: request
+    and first row of each tile.
 
-    Request ``requests`` stands for rows that nobody owns, ``requests + 1`` for no tile at all.
+    Request ``requests`` stands for rows that nobody owns (MOST 0: they have tiles too),
+    ``requests + 1`` for no tile at all.
     """
     follow(CHAIN)
     b = tl.program_id(0)
@@ -37,17 +39,21 @@ def tiles_kernel(
     mask = other < requests
     begin = tl.load(cu_q_ptr + other, mask=mask, other=0)
     end = tl.load(cu_q_ptr + other + 1, mask=mask, other=0)
-    counts = (end - begin + BQ - 1) // BQ
+    mine = end - begin >= LEAST
+    if MOST > 0:
+        mine = mine & (end - begin <= MOST)
+    counts = tl.where(mine, (end - begin + BQ - 1) // BQ, 0)
     place = tl.sum(tl.where(other < b, counts, 0), 0)
-    mine = tl.sum(tl.where(other == b, counts, 0), 0)
-    if b == requests:
-        mine = (tokens - tl.load(cu_q_ptr + requests) + BQ - 1) // BQ
-    for at in tl.range(0, mine, BLOCK):
+    count = tl.sum(tl.where(other == b, counts, 0), 0)
+    if MOST == 0:
+        if b == requests:
+            count = (tokens - tl.load(cu_q_ptr + requests) + BQ - 1) // BQ
+    for at in tl.range(0, count, BLOCK):
         i = at + tl.arange(0, BLOCK)
-        tl.store(request_ptr + place + i, tl.zeros_like(i) + b, mask=i < mine)
-        tl.store(first_ptr + place + i, i * BQ, mask=i < mine)
+        tl.store(request_ptr + place + i, tl.zeros_like(i) + b, mask=i < count)
+        tl.store(first_ptr + place + i, i * BQ, mask=i < count)
     if b == requests:
-        for at in tl.range(place + mine, tiles, BLOCK):
+        for at in tl.range(place + count, tiles, BLOCK):
             i = at + tl.arange(0, BLOCK)
             tl.store(request_ptr + i, tl.zeros_like(i) + requests + 1, mask=i < tiles)
 
