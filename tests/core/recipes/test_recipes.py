@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sqlite3
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -155,6 +156,7 @@ def test_entities_are_placed_in_the_order_of_the_text():
         ("SELECT a.title FROM album AS a JOIN artist AS b ON a.artist_id = b.id", None),
         ("WITH t AS (SELECT id FROM artist) SELECT id FROM t", None),
         ("SELECT count(*) FROM ARTIST", None),
+        ("(SELECT id FROM artist)", None),
         ("SELECT nothing FROM artist", "nothing"),
         ("SELECT * FROM nowhere", "nowhere"),
         ("SELECT id FROM artist WHERE id IN (SELECT song FROM album)", "song"),
@@ -174,6 +176,101 @@ def test_entities_are_placed_in_the_order_of_the_text():
 def test_queries_are_checked_against_the_database(query, problem):
     found = SQLGeneration(ddl=DDL).check_query(query)
     assert (found == []) if problem is None else problem in found[0]
+
+
+READS = [
+    ("sqlite", "SELECT id FROM main.artist", "no table main.artist"),
+    ("sqlite", "SELECT id FROM other.artist", "no table other.artist"),
+    ("sqlite", "SELECT id FROM a.b.artist", "no table a.b.artist"),
+    ("sqlite", "SELECT x.id FROM artist JOIN other.album AS x ON x.id = artist.id", "other.album"),
+    ("sqlite", "WITH t AS (SELECT 1 AS y) SELECT y FROM other.t", "other.t"),
+    ("sqlite", "SELECT 1 FROM (WITH t AS (SELECT 1) SELECT * FROM t) JOIN t", "no table t"),
+    ("sqlite", "SELECT name FROM sqlite_master", "sqlite_master"),
+    ("sqlite", "SELECT name FROM pragma_table_info('artist')", "pragma_table_info"),
+    ("duckdb", "SELECT 1 FROM '/etc/passwd'", "/etc/passwd"),
+    ("duckdb", "SELECT 1 FROM read_csv('/etc/passwd')", "read_csv"),
+    ("postgres", "SELECT 1 FROM generate_series(1, 9999999999)", "generate_series"),
+    ("postgres", "SELECT id FROM artist, LATERAL pg_sleep(1)", "pg_sleep"),
+    ("snowflake", "SELECT * FROM @stage", "stage"),
+    ("sqlite", "SELECT load_extension('x')", "calls load_extension"),
+    ("sqlite", "SELECT id FROM artist WHERE writefile('a', name) > 0", "calls writefile"),
+    ("sqlite", "SELECT id FROM artist ORDER BY edit(name)", "calls edit"),
+    ("sqlite", "SELECT id FROM artist WHERE id IN (SELECT readfile('x'))", "calls readfile"),
+    ("postgres", "SELECT nextval('s')", "calls nextval"),
+    ("postgres", "SELECT pg_catalog.pg_sleep(1)", "calls pg_catalog.pg_sleep"),
+    ("postgres", "SELECT mine.lower(name) FROM artist", "calls mine.lower"),
+    ("postgres", "SELECT set_config('a', 'b', FALSE), pg_read_file('x')", "pg_read_file"),
+    ("mysql", "SELECT SLEEP(3)", "calls sleep"),
+    ("mysql", "SELECT @a := 1", "PARAMETER"),
+    ("mysql", "SELECT @@version", "SESSIONPARAMETER"),
+    ("tsql", "SELECT NEXT VALUE FOR s", "next_value_for"),
+    ("tsql", "EXEC xp_cmdshell 'dir'", "It is no "),
+    ("oracle", "SELECT utl_http.request('x') FROM artist", "calls utl_http.request"),
+    ("postgres", "SELECT id FROM artist FOR UPDATE", "LOCK"),
+    ("sqlite", "PRAGMA table_info(artist)", "PRAGMA"),
+    ("sqlite", "ATTACH 'x' AS y", "It is no "),
+    ("sqlite", "VALUES (1)", "VALUES"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "query", "problem"), READS)
+def test_a_query_does_nothing_but_read_what_the_ddl_has(dialect, query, problem):
+    found = SQLGeneration(ddl=DDL, dialect=dialect).check_query(query)
+    assert found and problem in found[0]
+
+
+COMPUTES = """
+WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 5) SELECT i FROM n
+SELECT id FROM artist UNION SELECT id FROM album ORDER BY id LIMIT 3
+SELECT COUNT(DISTINCT year), SUM(year), AVG(year), MIN(year), MAX(title), TOTAL(year) FROM album
+SELECT GROUP_CONCAT(title, ', '), COUNT(*) FILTER (WHERE year > 1990) FROM album GROUP BY year
+SELECT strftime('%Y', born), date(born, '+1 day'), julianday(born), datetime('now') FROM artist
+SELECT UPPER(name) || '!', SUBSTR(name, 1, 2), INSTR(name, 'a'), REPLACE(name, 'a', 'b') FROM artist
+SELECT TRIM(name), LENGTH(name), printf('%d', id), typeof(id), quote(name), hex(name) FROM artist
+SELECT CASE WHEN year > 2000 THEN 1 ELSE 0 END, IIF(year, 1, 2), COALESCE(year, 0) FROM album
+SELECT CAST(year AS TEXT), ROUND(year / 3.0, 1), ABS(year), year % 10, NULLIF(year, 0) FROM album
+SELECT title, RANK() OVER (PARTITION BY year ORDER BY id), LAG(year) OVER (ORDER BY id) FROM album
+SELECT title FROM album WHERE year BETWEEN 1 AND 2 AND title LIKE 'a%' AND NOT title GLOB '*b'
+SELECT id FROM artist WHERE EXISTS (SELECT 1 FROM album WHERE album.artist_id = artist.id)
+SELECT json_extract(name, '$.a'), name ->> '$.b', random(), MAX(id, 3), CURRENT_DATE FROM artist
+"""
+
+
+@pytest.mark.parametrize("query", COMPUTES.strip().splitlines())
+def test_what_only_computes_is_let_through(query):
+    """All of these run in SQLite, the judge that they are queries."""
+    database = sqlite3.connect(":memory:")
+    database.executescript(DDL)
+    database.execute(query)
+    assert SQLGeneration(ddl=DDL).check_query(query) == []
+
+
+def test_functions_of_ones_own_are_allowed_by_name():
+    query = "SELECT Distance(name), cost(id) FROM artist"
+    assert "distance" in SQLGeneration(ddl=DDL, functions=("cost",)).check_query(query)[0]
+    assert SQLGeneration(ddl=DDL, functions=("cost", "distance")).check_query(query) == []
+
+
+def test_a_schema_of_the_ddl_may_be_named_and_is_written():
+    ddl = 'CREATE TABLE shop.sales.item (id INT, name TEXT); CREATE TABLE "my s".item2 (id INT);'
+    recipe = SQLGeneration(ddl=ddl, dialect="postgres")
+    good = ["item", "sales.item", "Shop.sales.ITEM", '"my s".item2', "item2"]
+    bad = ["shop.item", "shop.item2", "x.shop.sales.item", "sales.item2", "other.sales.item"]
+    for source in good:
+        assert recipe.check_query(f"SELECT id FROM {source}") == [], source
+    for source in bad:
+        assert f"no table {source}; " in recipe.check_query(f"SELECT id FROM {source}")[0]
+    (ask,) = recipe.parts("q")
+    assert "FROM shop.sales.item" in ask.so_args["schema"]
+    assert 'FROM \\"my s\\".item2' in ask.so_args["schema"]
+    queries = [turn["content"] for turn in ask.messages if turn["role"] == "assistant"]
+    assert queries and all(recipe.check_query(query) == [] for query in queries)
+
+
+def test_a_table_twice_is_refused():
+    ddl = "CREATE TABLE a.t (id INT); CREATE TABLE b.T (name TEXT)"
+    with pytest.raises(InvalidRequestError, match="the table T twice"):
+        SQLGeneration(ddl=ddl).database()
 
 
 class Branch(BaseModel):

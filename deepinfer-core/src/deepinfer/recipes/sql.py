@@ -1,7 +1,7 @@
 """SQL from questions: written under a grammar of the database's own names, then validated.
 
 The grammar (``sql_grammar``) knows tables, columns and foreign keys, so the query parses and names
-what exists; the check reads it with sqlglot, another program than the one that wrote it.
+what exists; the check (``sql_check``) reads it with another program than the one that wrote it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from pydantic import Field, field_validator
 
 from deepinfer.errors import UnsupportedError
 from deepinfer.recipes.interface import Ask, Options, json_answer, told
+from deepinfer.recipes.sql_check import problems_of
 from deepinfer.recipes.sql_grammar import Database, examples_of, grammar
-
-_MOST_PROBLEMS = 3
-_CHANGES = ("Insert", "Update", "Delete", "Merge", "Into")  # what a query may hold, in a WITH
 
 
 class SQLGeneration(Options):
@@ -31,6 +29,8 @@ class SQLGeneration(Options):
         instructions: what the columns mean, in your words.
         examples: (question, query) pairs that are shown to the model first; None makes some of the
             database's own names.
+        functions: names of functions that a query may call beside those that are known to compute
+            and do nothing else.
         max_text: the longest query (``any``) and text literal (``subset``), in characters.
     """
 
@@ -41,6 +41,7 @@ class SQLGeneration(Options):
     queries: Literal["subset", "any"] = "subset"
     instructions: str = ""
     examples: tuple[tuple[str, str], ...] | None = None
+    functions: tuple[str, ...] = ()
     max_text: int = Field(default=400, ge=1)
 
     def __init__(self, **options: Any) -> None:
@@ -91,46 +92,8 @@ class SQLGeneration(Options):
         return Database.read(self.ddl, self.dialect)
 
     def check_query(self, query: str) -> list[str]:
-        """Sentences on a query: it must be one ``SELECT`` whose tables and columns exist."""
-        sqlglot = _sqlglot()
-        from sqlglot.errors import OptimizeError, ParseError, SqlglotError
-        from sqlglot.optimizer.qualify import qualify
-
-        try:
-            statements = [s for s in sqlglot.parse(query, read=self.dialect) if s is not None]
-        except RecursionError:
-            return ["It is nested too deep."]
-        except SqlglotError as why:
-            first = (
-                why.errors[0]["description"] if isinstance(why, ParseError) and why.errors else why
-            )
-            return [f"It is no {self.dialect} SQL: {first}."]
-        if len(statements) != 1:
-            return [f"It holds {len(statements)} statements; one is wanted."]
-        (tree,) = statements
-        writes = tree.find(*(getattr(sqlglot.exp, name) for name in _CHANGES))
-        if not isinstance(tree, sqlglot.exp.Query) or writes is not None:
-            key = (writes or tree).key.upper()
-            return [f"It is no query ({key}); only SELECT is allowed."]
-        if not all(select.expressions for select in tree.find_all(sqlglot.exp.Select)):
-            return ["It selects nothing."]
-        tables = self.database().tables
-        names = {name.lower(): name for name in tables}
-        local = {cte.alias_or_name.lower() for cte in tree.find_all(sqlglot.exp.CTE)}
-        asked = {table.name for table in tree.find_all(sqlglot.exp.Table)}
-        absent = sorted(n for n in asked if n.lower() not in names and n.lower() not in local)
-        if absent:
-            known = ", ".join(tables)
-            return [f"There is no table {name}; there are {known}." for name in absent][
-                :_MOST_PROBLEMS
-            ]
-        try:
-            qualify(tree, schema=dict(tables), dialect=self.dialect)
-        except RecursionError:
-            return ["It is nested too deep."]
-        except OptimizeError as why:
-            return [f"{str(why).splitlines()[0].rstrip('.')}."]
-        return []
+        """Sentences on a query: it must be one ``SELECT`` that only reads, of what exists."""
+        return problems_of(query, self.database(), self.dialect, self.functions)
 
     def _system(self) -> str:
         more = f"\n{self.instructions}" if self.instructions else ""

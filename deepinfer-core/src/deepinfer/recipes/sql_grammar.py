@@ -16,12 +16,14 @@ ColumnKind = Literal["number", "text", "other"]
 class Database:
     """What a grammar must know.
 
-    ``tables``: table → column → SQL type. ``kinds``: table → column → what its literals look like.
+    ``tables``: table → column → SQL type. ``places``: table → the schema that the DDL puts it in,
+    and what that lies in, outermost first. ``kinds``: table → column → what its literals look like.
     ``keys``: (table, column, other table, other column) of foreign keys. ``written``: names as the
     DDL has them, quoted or not.
     """
 
     tables: Mapping[str, Mapping[str, str]]
+    places: Mapping[str, tuple[str, ...]]
     kinds: Mapping[str, Mapping[str, ColumnKind]]
     keys: tuple[tuple[str, str, str, str], ...]
     written: Mapping[str, str]
@@ -31,7 +33,7 @@ class Database:
         """Parse ``CREATE TABLE`` statements.
 
         Raises:
-            InvalidRequestError: they do not parse, or define no table.
+            InvalidRequestError: they do not parse, define no table, or one twice.
         """
         import sqlglot
         from sqlglot import exp
@@ -44,12 +46,17 @@ class Database:
         except SqlglotError as why:
             raise _no(f"ddl is no {dialect} SQL: {str(why).splitlines()[0]}") from why
         tables: dict[str, dict[str, str]] = {}
+        places: dict[str, tuple[str, ...]] = {}
         kinds: dict[str, dict[str, ColumnKind]] = {}
         keys: list[tuple[str, str, str, str]] = []
         for statement in statements:
             if not isinstance(statement, exp.Create) or statement.kind != "TABLE":
                 continue
-            name = statement.this.find(exp.Table).name
+            table = statement.this.find(exp.Table)
+            name = table.name
+            if name.lower() in map(str.lower, tables):
+                raise _no(f"ddl defines the table {name} twice")
+            places[name] = tuple(part.name for part in table.parts[:-1])
             columns = list(statement.this.find_all(exp.ColumnDef))
             tables[name] = {c.name: c.kind.sql(dialect) if c.kind else "TEXT" for c in columns}
             kinds[name] = {c.name: _kind(c.kind) for c in columns}
@@ -62,7 +69,11 @@ class Database:
             i.name: i.sql(dialect) for s in statements if s for i in s.find_all(exp.Identifier)
         }
         known = [k for k in dict.fromkeys(keys) if k[2] in tables and k[3] in tables[k[2]]]
-        return cls(tables, kinds, tuple(known), written)
+        return cls(tables, places, kinds, tuple(known), written)
+
+    def source(self, table: str) -> str:
+        """A table as a query names it: as the DDL does, with its schema if it has one there."""
+        return ".".join(self.written[part] for part in (*self.places[table], table))
 
 
 def grammar(database: Database, longest_text: int) -> str:
@@ -90,27 +101,27 @@ def grammar(database: Database, longest_text: int) -> str:
 
 def examples_of(database: Database) -> list[tuple[str, str]]:
     """Questions with their queries, made of the database's own names."""
-    said, found = database.written, list[tuple[str, str]]()
+    said, source, found = database.written, database.source, list[tuple[str, str]]()
     for table, kinds in list(database.kinds.items())[:2]:
         found.append(
-            (f"How many rows of {table} are there?", f"SELECT COUNT(*) FROM {said[table]}")
+            (f"How many rows of {table} are there?", f"SELECT COUNT(*) FROM {source(table)}")
         )
         for column in [name for name, kind in kinds.items() if kind == "text"][:1]:
             name = said[column]
             found += [
-                (f"List every {column} of {table}.", f"SELECT {name} FROM {said[table]}"),
+                (f"List every {column} of {table}.", f"SELECT {name} FROM {source(table)}"),
                 (
                     f"Which {table} has the {column} X?",
-                    f"SELECT * FROM {said[table]} WHERE {name} = 'X'",
+                    f"SELECT * FROM {source(table)} WHERE {name} = 'X'",
                 ),
             ]
         for column in [name for name, kind in kinds.items() if kind == "number"][-1:]:
-            query = f"SELECT MAX({said[column]}) FROM {said[table]}"
+            query = f"SELECT MAX({said[column]}) FROM {source(table)}"
             found.append((f"What is the highest {column} of {table}?", query))
     for one, left, two, right in database.keys[:1]:
-        source = f"{said[one]} AS a JOIN {said[two]} AS b ON a.{said[left]} = b.{said[right]}"
+        both = f"{source(one)} AS a JOIN {source(two)} AS b ON a.{said[left]} = b.{said[right]}"
         asked = f"Count {one} for each {right} of {two}."
-        query = f"SELECT b.{said[right]}, COUNT(*) FROM {source} GROUP BY b.{said[right]}"
+        query = f"SELECT b.{said[right]}, COUNT(*) FROM {both} GROUP BY b.{said[right]}"
         found.append((asked, query))
     return found
 
@@ -158,7 +169,7 @@ def _conditions(q: str, columns: list[tuple[str, ColumnKind]]) -> list[str]:
 
 def _alone(database: Database, table: str) -> tuple[str, list[tuple[str, ColumnKind]]]:
     kinds = database.kinds[table].items()
-    return database.written[table], [(database.written[column], kind) for column, kind in kinds]
+    return database.source(table), [(database.written[column], kind) for column, kind in kinds]
 
 
 def _joined(
@@ -166,7 +177,10 @@ def _joined(
 ) -> tuple[str, list[tuple[str, ColumnKind]]]:
     """Both tables under short names, since they may be the same one."""
     said = database.written
-    source = f"{said[one]} AS a JOIN {said[two]} AS b ON a.{said[left]} = b.{said[right]}"
+    source = (
+        f"{database.source(one)} AS a JOIN {database.source(two)} AS b "
+        f"ON a.{said[left]} = b.{said[right]}"
+    )
     columns = [
         (f"{alias}.{said[column]}", kind)
         for alias, table in (("a", one), ("b", two))
