@@ -20,7 +20,7 @@ def learnt(tmp_path_factory):
 
 
 def engine(target, draft, **more):
-    same = {"draft_head": "same"}  # as plain torch has it
+    same = {"draft_weights": "same"}  # as plain torch has it
     speculative = None if draft is None else {"model": str(draft), "mode": "static", **same}
     options = {"max_model_len": 128, "page_size": 4, "num_threads": 1, "batch_invariant": True}
     return LLM(str(target), speculative=speculative, **{**options, **more})
@@ -103,7 +103,7 @@ def test_shorter_drafts_are_the_first_rows(drafted, monkeypatch, length):
     target, draft = drafted
     watched = Watched(monkeypatch)
     options = {"model": str(draft), "mode": "static", "num_speculative_tokens": length}
-    options["draft_head"] = "same"
+    options["draft_weights"] = "same"
     with LLM(str(target), max_model_len=128, num_threads=1, speculative=options) as llm:
         llm.generate(prompts(2), GREEDY)
     assert {len(drafts) for _, drafts, _ in watched.rounds} == {length}

@@ -154,7 +154,7 @@ def test_a_head_of_eight_bits_drafts_nearly_the_same(tmp_path, monkeypatch):
     found = {}
     for kind in ("same", "int8", "auto"):
         watched = Watched(monkeypatch)
-        with opened(target, draft, draft_head=kind, num_speculative_tokens=1) as llm:
+        with opened(target, draft, draft_weights=kind, num_speculative_tokens=1) as llm:
             out = llm.generate(prompts(4), SamplingParams(max_tokens=12, temperature=0))
         found[kind] = [drafts for _, drafts, _ in watched.rounds]
         monkeypatch.undo()
@@ -163,8 +163,8 @@ def test_a_head_of_eight_bits_drafts_nearly_the_same(tmp_path, monkeypatch):
     assert found["same", "texts"] == found["int8", "texts"] == found["auto", "texts"]
     same = sum(a == b for a, b in zip(found["same"], found["int8"], strict=True))
     assert 0.8 * len(found["same"]) < same
-    speculative = {"model": str(draft), "draft_head": "int8"}
-    with pytest.raises(ConfigError, match="draft_head='int8'"):
+    speculative = {"model": str(draft), "draft_weights": "int8"}
+    with pytest.raises(ConfigError, match="draft_weights='int8'"):
         LLM(str(target), max_model_len=64, backend="reference", speculative=speculative)
 
 

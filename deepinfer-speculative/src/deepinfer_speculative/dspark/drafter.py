@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from deepinfer.layers import Linear
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
 from deepinfer.models.weights import LoadPlan, load_weights, weight_bytes
+from deepinfer.ops.backend import build_ops
 from torch import Tensor
 
 from deepinfer_speculative.dspark.backbone import Backbone, BlockRows
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
 class DSparkDrafter(BlockDrafter):
     """Of a checkpoint in the format released for Qwen3.
 
-    A further option, ``draft_head``: ``int8`` multiplies with a copy of the vocabulary projection
-    in eight bits, for drafts alone: a quarter of the bytes that most of a small draft's time goes
-    into; ``same`` does not; ``auto`` (usual) is ``int8`` on backend ``cpu``, the only one that has
-    it.
+    A further option, ``draft_weights``: ``int8`` drafts with eight-bit copies of all matrices, the
+    vocabulary projection among them: a quarter of the bytes, and reading them is most of a small
+    draft's time; ``same`` does not; ``auto`` (usual) is ``int8`` on backend ``cpu``, the only one
+    that has it.
     """
 
     def __init__(self, context: DrafterContext, target: DrafterTarget) -> None:
@@ -79,7 +81,13 @@ class DSparkDrafter(BlockDrafter):
 
     def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
         """Keys and values of the draft's layers, from the target's hidden rows."""
-        self._backbone.write(taps.hidden, taps.batch.positions, slots, kv)
+        hidden, positions = taps.hidden, taps.batch.positions
+        if slots.device.type == "cpu" and bool((slots < 0).any()):  # looking costs nothing here
+            text = (slots >= 0).nonzero().flatten()
+            hidden = {layer: rows[text] for layer, rows in hidden.items()}
+            positions, slots = positions[text], slots[text]
+        if len(slots):
+            self._backbone.write(hidden, positions, slots, kv)
 
     def hidden(
         self, anchors: Tensor, slots: Tensor, view: SlotView, kv: KVPools
@@ -150,35 +158,43 @@ def _load(
 ) -> Backbone:
     """The draft in the engine's type; embedding and head are the target's if it has none."""
     length = context.config.max_model_len + config.block + 1
-    model = Backbone(config, target.ops, length)
+    kind = take(context.options, "draft_weights", str, "auto", among=("auto", "same", "int8"))
+    eight = kind == "int8" or (kind == "auto" and target.ops.origin["linear"] == "cpu")
+    ops = _eight_bits(target.ops) if eight else target.ops
+    model = Backbone(config, ops, length)
     load_weights(
         cast("Model", model),  # of a model, loading needs ``load`` alone
         weight_rules(config),
         checkpoint,
-        target.ops,
+        ops,
         target.dtype,
         plan=LoadPlan(known=()),
     )
     model.share(target.model)
-    kind = take(context.options, "draft_head", str, "auto", among=("auto", "same", "int8"))
-    native = target.ops.origin["linear"] == "cpu"
-    if kind == "int8" or (kind == "auto" and native):
-        model.head = _int8_head(target, model)
+    if eight:
+        model.head = _int8(model.head, ops)
     return model
 
 
-def _int8_head(target: DrafterTarget, model: Backbone) -> Linear:
-    """The same projection with weights of eight bits: drafts move a little, texts never."""
-    if target.ops.origin["linear"] != "cpu":
+def _eight_bits(ops: Any) -> Any:
+    """The same ops over weights of eight bits: drafts move a little, texts never."""
+    if ops.origin["linear"] != "cpu":
         raise ConfigError(
-            "speculative: draft_head='int8' is built for backend 'cpu' alone.",
+            "speculative: draft_weights='int8' is built for backend 'cpu' alone.",
             setting="speculative",
             next_step="Leave it at 'auto'.",
         )
+    from deepinfer.native.backend import NativeCPUBackend
+
+    return build_ops(NativeCPUBackend(), replace(ops.context, quantization="int8"))
+
+
+def _int8(layer: Linear, ops: Any) -> Linear:
+    """A copy of a projection, which the target may share, in eight bits."""
     from deepinfer.native.weights import prepare_linear, unpack
 
-    if model.head.weight.dtype == torch.int8:
-        return model.head
-    head = Linear(target.ops)
-    head.weight = prepare_linear(unpack(model.head.weight), "int8")
-    return head
+    if layer.weight.dtype == torch.int8:
+        return layer
+    copy = Linear(ops)
+    copy.weight = prepare_linear(unpack(layer.weight), "int8")
+    return copy

@@ -62,13 +62,20 @@ def draft_steps(
         if model.config.rank:
             e = ops.embedding(before, model.w1.weight)
             embeddings.append(e)
-            if chosen is None:
-                logits = logits + ops.linear(_wide(model, e), model.w2.weight, None, torch.float32)
-            else:
-                logits = chosen.corrected(k, e)
+            logits = _corrected(model, logits, e) if chosen is None else chosen.corrected(k, e)
         before = pick(k, logits.contiguous())
         ids.append(before)
     return torch.stack(ids, 1), torch.stack(embeddings, 1) if embeddings else None
+
+
+def _corrected(model: Headed, logits: Tensor, e: Tensor) -> Tensor:
+    """``logits`` float32[R, V] + W1[x]·W2ᵀ in few passes over V; e [R, r]."""
+    rows, ops, w2 = _wide(model, e), model.ops, model.w2.weight
+    if len(rows) == 1 and ops.origin["linear"] == "cpu":  # adds as it writes
+        corrected: Tensor = ops.linear(rows, w2, logits[0], torch.float32)
+        return corrected
+    corrected = ops.linear(rows, w2, None, torch.float32)
+    return corrected.add_(logits)
 
 
 class _Candidates:
