@@ -293,8 +293,10 @@ def long_kernel(
     PER_SLOT: tl.constexpr, MOST: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr,
     GATED: tl.constexpr, LIMITED: tl.constexpr, OUT: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """``product_kernel``, or ``gated_kernel`` if GATED, for tiles of up to MOST rows (160 or 192)
-    that take the next of 64, 128, 160 and 192: what is decoded serves all of them, and few are padding.
+    """``product_kernel``, or ``gated_kernel`` if GATED, for tiles of up to MOST rows (160 or 192).
+
+    A tile takes the next of 64, 128, 160 and 192 rows: what is decoded serves all of them, and few
+    are padding.
     """
     follow(CHAIN)
     expert = tl.load(tile_ptr + tl.program_id(1) * 2)
