@@ -62,6 +62,17 @@ def test_the_command_is_green_on_the_tiny_model(shell, monkeypatch):
     assert [(row["condition"], row["ok"]) for row in json.loads(done.out)] == [("crowded", True)]
 
 
+def test_the_command_counts_the_company(shell):
+    done = shell("verify", "determinism", "--requests", "8", "--requests", "66", "--json")
+    assert done.code == 0
+    rows = [(row["condition"], row["ok"]) for row in json.loads(done.out)]
+    assert rows == [("8 requests", True), ("66 requests", True)]
+
+
+def test_the_command_plants_no_faults_in_company(shell):
+    assert shell("verify", "determinism", "--requests", "8", "--self-test").code != 0
+
+
 def test_the_command_is_red_where_something_differs(shell, monkeypatch):
     finding = Finding("crowded", ("short",), Difference("linear", 3, Place(1, 7)))
     report = Report("Toy on cpu", (finding,))

@@ -23,7 +23,14 @@ def verify() -> None:
 @click.option("--backend")
 @click.option("--device", type=click.Choice(["cpu", "cuda", "npu"]))
 @click.option("--quantization", type=click.Choice(["int8", "fp8"]))
+@click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto")
 @click.option("--threads", "num_threads", type=int)
+@click.option(
+    "--requests",
+    type=click.IntRange(8),
+    multiple=True,
+    help="Instead of all conditions: among so many at once. May be given several times.",
+)
 @click.option(
     "--dtype",
     "dtypes",
@@ -37,7 +44,12 @@ def verify() -> None:
 @click.option("--self-test", is_flag=True, help="Plant faults; they must be found and named.")
 @click.option("--json", "as_json", is_flag=True)
 def determinism(
-    dtypes: tuple[str, ...], batch_invariant: bool, self_test: bool, as_json: bool, **engine: Any
+    dtypes: tuple[str, ...],
+    requests: tuple[int, ...],
+    batch_invariant: bool,
+    self_test: bool,
+    as_json: bool,
+    **engine: Any,
 ) -> int:
     """Run alone, crowded, permuted, in small chunks, with cold and warm cache, preempted, without
     overlap; compare ids and logprobs bitwise. Where they differ, name the first op.
@@ -51,8 +63,15 @@ def determinism(
         for dtype in dtypes
     ]
     fetch_demo(configs[0].model)
-    run = _self_test if self_test else _verify
-    lines = [line for config in configs for line in run(config, as_json)]
+    if self_test and requests:
+        raise click.UsageError("--requests and --self-test do not go together.")
+    lines = [
+        line
+        for config in configs
+        for line in (
+            _self_test(config, as_json) if self_test else _verify(config, requests, as_json)
+        )
+    ]
     if as_json:
         click.echo(json.dumps(lines))
     return 0 if all(line["ok"] for line in lines) else 1
@@ -94,11 +113,13 @@ def speculation(tokens: int, as_json: bool, **engine: Any) -> int:
     return 0 if all(report.ok for report in reports) else 1
 
 
-def _verify(config: Any, quiet: bool) -> list[dict[str, Any]]:
+def _verify(config: Any, requests: tuple[int, ...], quiet: bool) -> list[dict[str, Any]]:
     from deepinfer.testing.determinism import verify as check
+    from deepinfer.testing.lab import among
 
+    some = {"conditions": [among(count) for count in requests]} if requests else {}
     with doing("loading the model") as tell:
-        report = check(config, tell=tell)
+        report = check(config, tell=tell, **some)
     if not quiet:
         click.secho(report.table(), fg="green" if report.ok else "red")
         click.echo("equal under every condition" if report.ok else "NOT deterministic")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from deepinfer.testing.lab import CONDITIONS, Condition, Finding, Lab, workload
+from deepinfer.testing.lab import CASES, CONDITIONS, Condition, Finding, Lab, workload
 from deepinfer.testing.trace import rewrap, unfuse
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def verify(
 ) -> Report:
     """Check a configuration under every condition."""
     tell("loading the model")
-    with Lab(config, tell) as lab:
+    most = max((condition.crowd for condition in conditions), default=0) + CASES
+    with Lab(config, tell, max(64, most)) as lab:
         findings = lab.check(workload(lab.facts.vocab_size), conditions)
         return Report(title_of(lab.facts, config), tuple(findings))
 

@@ -66,6 +66,8 @@ class Condition:
 
 
 _CACHED: Final = {"enable_prefix_caching": True}
+CASES: Final = 7
+"""Requests of a workload."""
 BASELINE: Final = Condition(name="alone", alone=True)
 CONDITIONS: Final = (
     Condition(name="together"),
@@ -108,6 +110,11 @@ class Finding:
             where = self.first or "no op of the trace"
             parts.append(f"DIFFERS in {', '.join(self.cases)}; first op: {where}")
         return "; ".join(parts)
+
+
+def among(requests: int) -> Condition:
+    """The workload in the company that makes it ``requests`` at once."""
+    return Condition(name=f"{requests} requests", crowd=requests - CASES)
 
 
 def workload(vocab: int, length: int = 20) -> list[Case]:
@@ -153,10 +160,16 @@ class Lab:
     Args:
         config: of the engine; conditions change a copy.
         tell: gets a word on what is being done.
+        seqs: how many requests may run at once.
     """
 
-    def __init__(self, config: EngineConfig, tell: Callable[[str], None] = lambda _: None) -> None:
-        base = {"enable_prefix_caching": False, "max_num_seqs": 64}
+    def __init__(
+        self,
+        config: EngineConfig,
+        tell: Callable[[str], None] = lambda _: None,
+        seqs: int = 64,
+    ) -> None:
+        base = {"enable_prefix_caching": False, "max_num_seqs": seqs}
         self._config = config.model_copy(update=base)
         self._tell = tell
         # The model is loaded for the conditions that need most: with room for cached state.
