@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     "recipe": ("deepinfer.cli.recipe:recipe", "Entities, SQL, classification, documents to data."),
     "bench": ("deepinfer.cli.bench:bench", "Measure latency, throughput and start-up."),
     "verify": ("deepinfer.cli.verify:verify", "Check promises: determinism, speculation."),
+    "speculative": ("deepinfer.cli.speculative:speculative", "Calibrate a draft's confidences."),
     "plugins": ("deepinfer.cli.plugins:plugins", "List, diagnose and create plugins."),
     "doctor": ("deepinfer.cli.doctor:doctor", "Diagnose this installation."),
     "config": ("deepinfer.cli.config:config", "Show settings; estimate memory."),

@@ -7,7 +7,7 @@ draft length, acceptance rule and way of sampling anew: acceptance differs betwe
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from deepinfer.errors import ConfigError
@@ -76,3 +76,27 @@ def fit_temperatures(
         found.append(nearest[int(np.argmin(errors))])
         before = before * sigmoid(z[:, k] / found[-1])
     return np.array(found)
+
+
+class Fit(NamedTuple):
+    """``temperatures`` [γ], and the calibration error of survivals at each position ``before`` and
+    ``after`` them, on rounds that were not fitted to.
+    """
+
+    temperatures: tuple[float, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def fit_halves(logits: ArrayLike, accepted: ArrayLike) -> Fit:
+    """Temperatures from every other round, errors on the rest; all drafts of all rounds ran.
+
+    logits [n, γ], accepted int[n], as for :func:`fit_temperatures`, which raises.
+    """
+    z, stood = np.asarray(logits, np.float64), np.asarray(accepted, np.int64)
+    found = fit_temperatures(z[::2], stood[::2], np.full(len(stood[::2]), z.shape[1]))
+    errors = []
+    for temperatures in (np.ones_like(found), found):
+        alive = survival(z[1::2], temperatures)
+        errors.append(tuple(ece(alive[:, k], stood[1::2] > k) for k in range(z.shape[1])))
+    return Fit(tuple(float(t) for t in found), *errors)

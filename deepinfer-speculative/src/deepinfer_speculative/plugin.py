@@ -10,8 +10,10 @@ PLANNER: Final = "deepinfer_speculative.planner:Planner"
 RATIO: Final = "deepinfer_speculative.ratio:RatioVerifier"
 PLANNING: Final = ("costs", "profile_seconds", "min_gain", "walk")
 """Options of the planner, which every method has."""
-DRAWING: Final = ("draft_sampling", "draft_candidates")
-"""Options of drafts that have a distribution."""
+CALIBRATE: Final = "deepinfer_speculative.calibrate:calibrate"
+SURE: Final = ("draft_sampling", "calibration")
+"""Options of drafts that have a distribution, and confidences."""
+DRAWING: Final = (*SURE, "draft_candidates")
 
 
 @hookimpl
@@ -30,6 +32,7 @@ def deepinfer_provide() -> list[Spec]:
             planner=PLANNER,
             drafter="deepinfer_speculative.dspark.drafter:DSparkDrafter",
             verifier=RATIO,
+            calibrate=CALIBRATE,
             options=(*PLANNING, *DRAWING, "draft_weights"),
             architectures=("Qwen3DSparkModel", "LlamaDSparkModel"),
         ),
@@ -38,7 +41,8 @@ def deepinfer_provide() -> list[Spec]:
             planner=PLANNER,
             drafter="deepinfer_speculative.eagle3.drafter:Eagle3Drafter",
             verifier=RATIO,
-            options=(*PLANNING, "draft_sampling"),
+            options=(*PLANNING, *SURE),
+            calibrate=CALIBRATE,
             architectures=(
                 "LlamaForCausalLMEagle3",
                 "Eagle3LlamaForCausalLM",
@@ -53,5 +57,6 @@ def deepinfer_provide() -> list[Spec]:
             verifier=RATIO,
             options=(*PLANNING, *DRAWING),
             carried=("dspark_block_size",),
+            calibrate=CALIBRATE,
         ),
     ]

@@ -136,6 +136,8 @@ class SpeculatorSpec(Spec):
         architectures: of draft checkpoints (``model=``) that it reads.
         carried: fields of a target's config.json; a target that has one carries this draft with
             it, so that it is found without a name.
+        calibrate: an ``api.speculative.Calibrate``, where confidences can be calibrated; then
+            ``options`` has ``calibration``, and its value ``off`` gives raw confidences.
     """
 
     kind: ClassVar[str] = "speculator"
@@ -147,10 +149,12 @@ class SpeculatorSpec(Spec):
     options: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    calibrate: str = ""
 
     def parts(self) -> dict[str, str]:
         parts = {"planner": self.planner, "drafter": self.drafter}
-        return {**parts, "verifier": self.verifier} if self.verifier else parts
+        more = {"verifier": self.verifier, "calibrate": self.calibrate}
+        return parts | {name: path for name, path in more.items() if path}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,13 +42,15 @@ class Watched:
 
     ``ran`` and ``stood`` int64[γ]: drafts at each place in a block that were verified, and that
     stood. ``rounds``: rows that verified some. ``said``: (probability that all up to this draft
-    stand, whether they did) of verified drafts, where a drafter is confident.
+    stand, whether they did) of verified drafts, where a drafter is confident. ``blocks``:
+    (confidences float64[γ], drafts that ran, drafts that stood) of each such round.
     """
 
     ran: NDArray[np.int64]
     stood: NDArray[np.int64]
     rounds: int = 0
     said: list[tuple[float, bool]] = field(default_factory=list)
+    blocks: list[tuple[NDArray[np.float64], int, int]] = field(default_factory=list)
 
     def calibration(self) -> float | None:
         """Expected calibration error of the survivals over 15 bins; None without confidences."""
@@ -67,7 +69,7 @@ class WatchingPlanner:
         self.draft_len = planner.draft_len
         self.seen = Watched(*np.zeros((2, planner.draft_len), np.int64))
         self._planner = planner
-        self._survival: dict[int, NDArray[np.float64]] = {}
+        self._sure: dict[int, NDArray[np.float64]] = {}
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """The other's choice."""
@@ -84,13 +86,15 @@ class WatchingPlanner:
             ran = int(out.verified[i]) if out.verified is not None and i < landed.decodes else 0
             seen.rounds += ran > 0
             seen.ran[:ran] += 1
-            seen.stood[: min(count - 1, ran)] += 1
-            before = self._survival.get(generation)
-            for j in range(ran if before is not None else 0):
-                assert before is not None
-                seen.said.append((float(before[j]), j < count - 1))
+            stood = min(count - 1, ran)
+            seen.stood[:stood] += 1
+            sure = self._sure.get(generation)
+            if sure is not None and ran:
+                survival = np.cumprod(sure)
+                seen.said += [(float(survival[j]), j < stood) for j in range(ran)]
+                seen.blocks.append((sure, ran, stood))
             if out.confidence is not None:
-                self._survival[generation] = np.cumprod(out.confidence[i].astype(np.float64))
+                self._sure[generation] = out.confidence[i].astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,12 +223,20 @@ def _run(
         return found, seconds, None if watching is None else watching.seen
 
 
-def _prompts(llm: LLM) -> list[Any]:
-    """Texts, greedy and sampled each; ids where there is no tokenizer."""
+def usual_prompts(llm: LLM) -> list[Any]:
+    """A few texts; ids where there is no tokenizer."""
     if llm.assembly.tokenizer is None:
         cases = workload(llm.assembly.facts.vocab_size)
         return [list(case.ids) for case in cases]
-    return [text for text in _TEXTS for _ in range(2)]
+    return list(_TEXTS)
+
+
+def _prompts(llm: LLM) -> list[Any]:
+    """Texts, greedy and sampled each; ids where there is no tokenizer."""
+    prompts = usual_prompts(llm)
+    if llm.assembly.tokenizer is None:
+        return prompts
+    return [text for text in prompts for _ in range(2)]
 
 
 def _place(mine: Sequence[int], theirs: Sequence[int]) -> int:

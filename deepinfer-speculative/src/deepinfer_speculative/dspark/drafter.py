@@ -41,8 +41,9 @@ class DSparkDrafter(BlockDrafter):
     def __init__(self, context: DrafterContext, target: DrafterTarget) -> None:
         checkpoint, config = _open(context)
         model = _load(context, target, checkpoint, config)
-        temperatures = Temperatures.beside(
-            _folder(context), context.acceptance, context.draft_length(config.block), target.device
+        gamma = context.draft_length(config.block)
+        temperatures = Temperatures.asked(
+            context, str(resolve(_folder(context)).path), gamma, target.device
         )
         super().__init__(context, target, config.block, model, temperatures)
         self.config, self.taps, self._backbone = config, config.taps, model

@@ -207,8 +207,8 @@ class CarriedDrafter(BlockDrafter):
             plan=LoadPlan(dequantize=not _as_stored(target.model, context.config)),
         )
         gamma = context.draft_length(config.block)
-        plain = Temperatures(torch.ones((2, gamma), device=target.device))
-        super().__init__(context, target, config.block, model, plain)
+        temperatures = Temperatures.asked(context, None, gamma, target.device)
+        super().__init__(context, target, config.block, model, temperatures)
         self.taps, self._carried, self._page_size = config.taps, model, context.page_size
 
     @classmethod

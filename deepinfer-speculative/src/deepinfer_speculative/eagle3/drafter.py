@@ -50,9 +50,7 @@ class Eagle3Drafter(StateDrafter):
     def __init__(self, context: DrafterContext, target: DrafterTarget) -> None:
         opened = _open(context)
         gamma = context.draft_length(None, USUAL)
-        temperatures = Temperatures.beside(
-            str(opened.folder), context.acceptance, gamma, target.device
-        )
+        temperatures = Temperatures.asked(context, str(opened.folder), gamma, target.device)
         super().__init__(context, target, gamma, temperatures)
         config, shape = opened.config, opened.config.shape
         self.config, self.taps = config, config.taps

@@ -124,12 +124,5 @@ def summary(rounds: Rounds, tasks: tuple[str, ...]) -> dict[str, Any]:
 def fit(rounds: Rounds) -> tuple[list[float], dict[str, Any]]:
     """Temperatures from every other whole round, and calibration errors on the remaining ones."""
     whole = rounds.possible == rounds.logits.shape[1]
-    z, stood = rounds.logits[whole], rounds.accepted[whole]
-    temperatures = calibration.fit_temperatures(z[::2], stood[::2], rounds.possible[whole][::2])
-    errors: dict[str, Any] = {}
-    for name, t in (("before", np.ones_like(temperatures)), ("after", temperatures)):
-        alive = calibration.survival(z[1::2], t)
-        errors[name] = [
-            calibration.ece(alive[:, k], stood[1::2] > k) for k in range(alive.shape[1])
-        ]
-    return [float(t) for t in temperatures], errors
+    found = calibration.fit_halves(rounds.logits[whole], rounds.accepted[whole])
+    return list(found.temperatures), {"before": list(found.before), "after": list(found.after)}
