@@ -11,6 +11,7 @@ from deepinfer.errors import ConfigError, ModelLoadError, UnsupportedError
 from deepinfer.testing.tiny import write_tiny_checkpoint
 from deepinfer_speculative.dspark.save import save_draft
 from deepinfer_speculative.eagle3.config import read_config
+from deepinfer_speculative.eagle3.convert import main as convert_main
 from deepinfer_speculative.eagle3.drafter import log_odds
 from deepinfer_speculative.eagle3.head import join
 from deepinfer_speculative.eagle3.weights import weight_rules
@@ -79,6 +80,14 @@ def test_a_head_of_llama_8b():
     assert {n.split(".")[1] for n in found if n.startswith("midlayer.")} == {
         "hidden_norm", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
     }  # fmt: skip
+
+
+def test_its_size_is_that_of_the_published_file():
+    """EAGLE3-LLaMA3.1-Instruct-8B: 849,765,096 bytes of float16, tables and a header."""
+    sizes = shapes(read_config(FLAT, LLAMA_8B), "midlayer")
+    del sizes["embed_tokens.weight"]  # the target's
+    count = sum(math.prod(size) for size in sizes.values())
+    assert 0 < 849_765_096 - (2 * count + 8 * 32000 + 128256) < 4096
 
 
 def test_a_head_in_the_layout_of_speculators():
@@ -249,6 +258,30 @@ def test_a_head_may_have_its_own_embedding_and_share_the_targets_vocabulary(tmp_
     with opened(target, head) as llm:
         out = llm.generate([[5, 6]], SamplingParams(max_tokens=8, temperature=0))[0]
     assert out.metrics.drafted > 0
+
+
+def test_a_pickled_head_is_rewritten(tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    target, head = pair(tmp_path)
+    whole = load_file(str(head / "model.safetensors"))
+    (head / "model.safetensors").unlink()
+    parts = [dict(list(whole.items())[:5]), dict(list(whole.items())[5:])]
+    for i, part in enumerate(parts):
+        torch.save(part, head / f"pytorch_model-0000{i}-of-00002.bin")
+    with pytest.raises(ModelLoadError, match="pytorch_model"):
+        opened(target, head)
+    assert convert_main([str(head), str(tmp_path / "out")]) == 0
+    back = load_file(str(tmp_path / "out" / "model.safetensors"))
+    assert back.keys() == whole.keys()
+    assert all(torch.equal(back[name], whole[name]) for name in whole)
+    opened(target, tmp_path / "out").close()
+    for bad in ({"a": 1}, [torch.zeros(1)], {"a": SimpleNamespace()}):
+        torch.save(bad, head / "pytorch_model-00000-of-00002.bin")
+        with pytest.raises(SystemExit) as left:
+            convert_main([str(head), str(tmp_path / "bad")])
+        assert left.value.code == 1 and "pytorch_model-00000" in capsys.readouterr().err
+    assert not (tmp_path / "bad").exists()
 
 
 def test_the_method_needs_a_model(tmp_path):
