@@ -140,8 +140,8 @@ class LogitsPipeline:
             self._ops.apply_bitmask(logits, bitmask, index)
         if bitmask is not None or lines.stages.any:
             peak = logits.amax(1)
-        empty = (peak == -torch.inf) & ~broken
-        return broken * Fault.NAN + empty * Fault.NOTHING_ALLOWED
+        empty = (peak == -torch.inf).to(torch.uint8) * Fault.NOTHING_ALLOWED
+        return empty.masked_fill_(broken, Fault.NAN)
 
     def _own_stages(self, logits: Tensor, lines: Lines) -> None:
         stages = lines.stages

@@ -45,6 +45,7 @@ class PlanRows:
     """The rows of a plan, as the host knows them, on both sides; n rows, R of them emit.
 
     ``emit``: plan row of each emitting row (host); ``emit_row`` the same on the device.
+    ``limit`` int64[n]: the longest that each text may get. ``plain``: all rows decode and emit.
     ``stages``, ``filtered``, ``greedy``: what the emitting rows use. ``scored``: emitting rows
     that want logprobs, ``scored_row`` the same on the device, ``wanted`` how many best ids.
     ``prompts``: (plan row, slot, start, tokens, best ids) of chunks that predict prompt tokens
@@ -58,6 +59,8 @@ class PlanRows:
     start: Tensor
     count: Tensor
     decode: Tensor
+    limit: Tensor
+    plain: bool
     replay: Tensor | None
     emit: NDArray[np.int64]
     emit_row: Tensor
@@ -78,15 +81,20 @@ class TokenLayout:
     """Which token row belongs to whom, and which of them have lines.
 
     Without drafts it depends on the plan only, and steps that decode the same rows share it.
-    ``count`` int64[n]; ``row`` int64[T], −1 padding; ``offset`` int64[T]: place within its row;
-    ``slot`` int64[T]; ``cu_q`` int32[n+1]; ``lengths`` int64[R]: drafts that run; ``grid``
-    int64[R, w]; ``owner`` int64[m]; ``logit_rows`` int64[m].
+    ``each``: every plan row is one token row and one line, in order, so nothing is looked up by
+    row. ``count`` int64[n]; ``row`` int64[T], −1 padding; ``offset`` int64[T]: place within its
+    row; ``slot`` int64[T], whose tokens and pages begin at ``text`` and ``page_row`` int64[T];
+    ``cu_q`` int32[n+1]; ``lengths`` int64[R]: drafts that run; ``grid`` int64[R, w]; ``owner``
+    int64[m]; ``logit_rows`` int64[m].
     """
 
+    each: bool
     count: Tensor
     row: Tensor
     offset: Tensor
     slot: Tensor
+    text: Tensor
+    page_row: Tensor
     cu_q: Tensor
     lengths: Tensor
     grid: Tensor
@@ -136,20 +144,26 @@ class BatchBuilder:
         """The batch of a plan that ``slots.apply`` has seen. No host synchronisation."""
         slots, rows = self._slots, self._plan_rows(plan)
         length = slots.length[rows.slot]
-        alive = ~rows.decode | (length < slots.limit[rows.slot])
-        start = torch.where(rows.decode, length - 1, rows.start)
         layout = self._token_layout(plan, rows, length)
-        position = start[layout.row] + layout.offset
+        alive = length < rows.limit
+        if layout.each:  # the step that runs most: few and small launches are its whole cost here
+            start = position = length - 1
+            emit_length, emit_alive, drawn = length, alive, length
+        else:
+            alive = ~rows.decode | alive
+            start = torch.where(rows.decode, length - 1, rows.start)
+            position = start[layout.row] + layout.offset
+            emit_length, emit_alive = length[rows.emit_row], alive[rows.emit_row]
+            drawn = position[layout.logit_rows] + 1  # the next one is drawn
         batch = self._device_batch(rows, layout, start, alive, position)
-        emit_length = length[rows.emit_row]
         width = layout.grid.shape[1]
         return StepBatch(
             rows=rows,
             layout=layout,
             batch=batch,
-            lines=self._lines(rows, layout, position),
+            lines=self._lines(rows, layout, drawn),
             length=emit_length,
-            alive=alive[rows.emit_row],
+            alive=emit_alive,
             drafts=slots.drafts(rows.emit_slot, emit_length, width - 1),
         )
 
@@ -188,10 +202,13 @@ class BatchBuilder:
         width = self._slots.shape.draft_len + 1 if draft_rows else 1
         slot = rows.slot[row]
         return TokenLayout(
+            each=rows.plain and not draft_rows,
             count=count,
             row=row,
             offset=offset,
             slot=slot,
+            text=slot * self._slots.width,
+            page_row=slot * self._slots.pages.shape[1],
             cu_q=torch.cat((ends.new_zeros(1), ends)).int(),
             lengths=lengths,
             grid=line_grid(lengths, width),
@@ -205,11 +222,11 @@ class BatchBuilder:
     ) -> DeviceBatch:
         slots = self._slots
         size = slots.shape.page_size
-        ids = slots.tokens.view(-1)[layout.slot * slots.width + position].long()
-        page = slots.pages.view(-1)[layout.slot * slots.pages.shape[1] + position // size]
-        writes = alive[layout.row] & (layout.row >= 0)
+        ids = slots.tokens.view(-1)[layout.text + position].long()
+        page = slots.pages.view(-1)[layout.page_row + position // size]
+        writes = alive if layout.each else alive[layout.row] & (layout.row >= 0)
         if rows.replay is not None:
-            writes &= layout.offset >= rows.replay[layout.row]
+            writes = writes & (layout.offset >= rows.replay[layout.row])
         longest = int(slots.bound[rows.array[:, 0]].max(initial=1))
         table = slots.pages[rows.slot, : -(-longest // size)]
         kv_length = torch.where(alive, start + layout.count, 0)
@@ -275,7 +292,6 @@ class BatchBuilder:
         return ids, slots.before(at, position, lookback)
 
     def _lines(self, rows: PlanRows, layout: TokenLayout, position: Tensor) -> Lines:
-        position = position[layout.logit_rows] + 1  # the next one is drawn
         return Lines(
             sample=replace(layout.params, position=position),
             grid=layout.grid,
@@ -299,6 +315,7 @@ def _plan_rows(
     emit_row = to_device(torch.from_numpy(emit), slots.device)
     params = slots.params_of(array[emit, 0].tolist())
     logprobs = np.array([p.logprobs for p in params], np.int64)
+    decodes = array[:, 1] == DECODE
     scored = np.flatnonzero(logprobs >= 0)
     return PlanRows(
         key=key,
@@ -307,6 +324,8 @@ def _plan_rows(
         start=table[1],
         count=table[2],
         decode=table[1] == DECODE,
+        limit=slots.limit[table[0]],
+        plain=bool(decodes.all()) and len(emit) == len(array),
         replay=table[4] if array[:, 4].any() else None,
         emit=emit,
         emit_row=emit_row,

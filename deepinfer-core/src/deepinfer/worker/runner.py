@@ -209,7 +209,9 @@ class ModelRunner:
         hidden = self._hidden(plan, step, taps)
         lines = step.batch.logit_rows
         scores = self._shortage.again(lambda: self._score_prompts(step, hidden))
-        return hidden[lines] if len(lines) else None, scores
+        if not len(lines):
+            return None, scores
+        return hidden if step.layout.each else hidden[lines], scores
 
     def _hidden(self, plan: BatchPlan, step: StepBatch, taps: HiddenTaps | None) -> Tensor:
         def part(half: BatchPlan) -> Tensor:
@@ -337,6 +339,9 @@ def _settle(batch: StepBatch, counts: Tensor, faults: Tensor) -> tuple[Tensor, T
     which nothing comes before it.
     """
     grid = batch.layout.grid
+    if grid.shape[1] == 1:  # no drafts: a line for each row
+        sound = batch.alive & (faults == Fault.NONE)
+        return torch.where(sound, counts, 0), faults * batch.alive
     broken = torch.where(grid >= 0, faults[grid.clamp(min=0)], Fault.NONE)
     whole = (broken == Fault.NONE).long().cumprod(1).sum(1)
     counts = torch.where(batch.alive, torch.minimum(counts, whole), 0)

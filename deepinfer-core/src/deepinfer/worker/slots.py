@@ -105,9 +105,9 @@ class SlotTable:
 
         All w are written: what lies behind the new length is nobody's.
         """
-        place = (slot * self.width + length)[:, None] + torch.arange(
-            tokens.shape[1], device=self.device
-        )
+        place = (slot * self.width + length)[:, None]
+        if tokens.shape[1] > 1:
+            place = place + torch.arange(tokens.shape[1], device=self.device)
         self.tokens.view(-1).index_put_((place,), tokens.int())
         self.length.index_put_((slot,), length + counts)
 
@@ -132,6 +132,8 @@ class SlotTable:
 
     def drafts(self, slot: Tensor, length: Tensor, width: int) -> Tensor:
         """int64[R, width]: what lies behind texts of ``length``."""
+        if not width:
+            return length.new_empty((len(length), 0))
         place = (slot * self.width + length)[:, None] + torch.arange(width, device=self.device)
         return self.tokens.view(-1)[place].long()
 
