@@ -217,11 +217,11 @@ def watched(found):
     """Adds where torch made the host wait inside a step's two halves to ``found``."""
     inside = threading.local()
     halves = ModelRunner.forward, ModelRunner.sample
-    shown = warnings.showwarning
 
     def show(message, *args, **kwargs):
         if getattr(inside, "step", False) and "synchroniz" in str(message):
-            frames = [f for f in traceback.extract_stack() if "deepinfer" in f.filename]
+            stack = [f for f in traceback.extract_stack() if f.filename != __file__]
+            frames = [f for f in stack if "deepinfer" in Path(f.filename).parts] or stack
             found.append(f"{Path(frames[-1].filename).name}:{frames[-1].lineno}")
 
     def half(fn):
@@ -236,15 +236,14 @@ def watched(found):
 
         return run
 
-    ModelRunner.forward, ModelRunner.sample = map(half, halves)
-    warnings.showwarning = show
-    warnings.simplefilter("always")
-    try:
-        yield
-    finally:
-        warnings.showwarning = shown
-        warnings.resetwarnings()
-        ModelRunner.forward, ModelRunner.sample = halves
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        warnings.simplefilter("always")
+        ModelRunner.forward, ModelRunner.sample = map(half, halves)
+        try:
+            yield
+        finally:
+            ModelRunner.forward, ModelRunner.sample = halves
 
 
 WISHES = {
