@@ -220,7 +220,8 @@ def watched(found):
 
     def show(message, *args, **kwargs):
         if getattr(inside, "step", False) and "synchroniz" in str(message):
-            stack = [f for f in traceback.extract_stack() if f.filename != __file__]
+            own = (__file__, warnings.__file__)
+            stack = [f for f in traceback.extract_stack() if f.filename not in own]
             frames = [f for f in stack if "deepinfer" in Path(f.filename).parts] or stack
             found.append(f"{Path(frames[-1].filename).name}:{frames[-1].lineno}")
 
