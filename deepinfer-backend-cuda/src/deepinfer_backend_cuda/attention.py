@@ -174,7 +174,7 @@ def _flash(
     plan: Plan,
     scale: float,
     sink: Tensor | None,
-    share: tuple[int, int],
+    share: tuple[int, int] = ALL,
 ) -> tuple[Tensor, Tensor]:
     if scale < 0:
         q, scale = -q, -scale
