@@ -124,7 +124,7 @@ class GrammarSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculatorSpec(Spec):
-    """Speculative decoding, in three parts with a load path each; ``load`` stays unused.
+    """Speculative decoding, in parts with a load path each; ``load`` stays unused.
 
     Attributes:
         planner: the ``DraftPlanner`` (brain side: no torch behind it).
