@@ -77,7 +77,7 @@ def test_a_profile_asks_for_steps_and_sorts_them():
     asked = []
     table = profile(timer(asked), 4, max_requests=8, max_tokens=512, budget=60)
     assert table.plain.sizes == (1, 2, 4, 8)
-    assert table.verify.sizes == (2, 3, 5, 10, 20, 40)
+    assert table.verify.sizes == (2, 3, 4, 5, 10, 20, 40)
     assert at(table.verify, 5, 40) == pytest.approx([0.015, 0.05])
     assert at(table.draft, 1, 8) == pytest.approx([0.002, 0.002])
     assert max(s.requests for s in asked) == 8

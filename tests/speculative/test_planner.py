@@ -143,8 +143,8 @@ def test_where_rows_cost_nothing_all_are_verified(tmp_path):
 
 
 def test_where_drafting_does_not_pay_it_stops_and_tries_again_ever_more_rarely(tmp_path):
-    device = Device(base=0.0, row=0.01, draft=0.02)
-    engine = Engine(Planner(context(tmp_path, device)), device, stand=0.1).run(3000)
+    device = Device(base=0.1, row=0.001, draft=0.002)
+    engine = Engine(Planner(context(tmp_path, device)), device, stand=0.0).run(3000)
     proposing = np.array([c.propose for c in engine.choices])
     assert proposing[:TRIAL].all()
     starts = np.flatnonzero(np.diff(proposing.astype(int)) == 1) + 1
@@ -152,6 +152,28 @@ def test_where_drafting_does_not_pay_it_stops_and_tries_again_ever_more_rarely(t
     assert starts[0] > FIRST_WAIT / 2
     assert (np.diff(starts)[1:] > 1.5 * np.diff(starts)[:-1]).all(), "less and less often"
     assert engine.rate > 0.98 * 4 / device.took(4, False), "never slower than off by 2 %"
+
+
+@pytest.mark.parametrize("steps", [100, 1000])
+def test_where_drafting_is_dear_it_does_not_begin_and_trials_are_rare(tmp_path, steps):
+    device = Device(base=0.0, row=0.01, draft=0.02)
+    engine = Engine(Planner(context(tmp_path, device)), device, 64, stand=0.5, sure=0.5).run(steps)
+    assert not any(c.propose or c.rows for c in engine.choices[:100])
+    assert engine.rate > 0.985 * 64 / device.took(64, False)
+
+
+@pytest.mark.parametrize("stand", [0.05, 0.3, 0.6, 0.9])
+def test_with_confidences_the_length_is_right_within_some_tens_of_steps(tmp_path, stand):
+    device = Device(base=0.01, row=0.0005, draft=0.001)
+    engine = Engine(Planner(context(tmp_path, device)), device, 1, stand, sure=stand).run(30)
+    engine.now, engine.tokens = 0.0, 0
+    engine.run(2000)
+    fixed = [1 / device.took(1, False)]
+    for length in range(1, GAMMA + 1):
+        tokens = 1 + sum(stand**j for j in range(1, length + 1))
+        fixed.append(tokens / device.took(1 + length, True))
+    assert engine.rate > 0.95 * max(fixed)
+    assert engine.rate > 0.98 * fixed[0]
 
 
 @pytest.mark.parametrize("stand", [0.05, 0.4, 0.9])
@@ -169,7 +191,7 @@ def test_adaptive_is_about_the_best_of_off_and_all_fixed_lengths(tmp_path, stand
 
 
 def test_another_load_makes_it_try_at_once(tmp_path):
-    device = Device(base=0.01, row=0.003, draft=0.02)
+    device = Device(base=0.01, row=0.003, draft=0.005)
     planner = Planner(context(tmp_path, device))
     engine = Engine(planner, device, requests=64, stand=0.7).run(400)
     assert not engine.choices[-1].propose
@@ -224,10 +246,11 @@ def test_the_ratio_rule_never_looks_at_the_block_that_will_be_verified(exact):
     assert live == pytest.approx(0.1 if exact else 0.9, abs=1e-6)
 
 
-def test_a_request_of_another_generation_counts_as_certain():
+def test_a_request_of_another_generation_counts_as_usual():
     outlook = Outlook(GAMMA, True)
     outlook.observe(landed(1, [7], [[0.2] * GAMMA]))
-    assert outlook.survival([View(8)])[0].tolist() == [1.0] * GAMMA
+    assert outlook.survival([View(8)]).tolist() == outlook.usual(1).tolist()
+    assert outlook.survival([View(7)])[0][0] == pytest.approx(0.2)
     outlook.forget([View(8)])
     for number in range(200):
         outlook.observe(landed(2, [100 + number], [[0.2] * GAMMA]))

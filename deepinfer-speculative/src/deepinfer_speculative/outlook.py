@@ -41,6 +41,7 @@ class Outlook:
         self._stood = np.full(gamma, DOUBT)
         self._said = np.full(gamma, DOUBT)
         self._mean = np.cumprod(np.full(gamma, 0.7))
+        self._weight = DOUBT
         self.seen = 0
 
     def observe(self, landed: DraftsLanded) -> None:
@@ -63,7 +64,7 @@ class Outlook:
     def _learn(self, landed: DraftsLanded, verified: NDArray[np.int32]) -> None:
         """The newest block of each request is the one whose drafts this step ran."""
         position = np.arange(self.gamma)
-        stood, said = np.zeros(self.gamma), np.zeros(self.gamma)
+        stood, said, whole = np.zeros((3, self.gamma))
         seen = self.seen
         for i in np.flatnonzero(verified > 0).tolist():
             blocks = self._blocks.get(landed.generations[i])
@@ -73,14 +74,15 @@ class Outlook:
             ran = position < verified[i]
             stood += ran & (position < count - 1)
             said += np.where(ran, blocks[-1], 0.0)
+            whole += blocks[-1]
             self.seen += 1
         if said.any():
             blocks_seen = self.seen - seen
             left = DECAY**blocks_seen
             self._stood = DOUBT + left * (self._stood - DOUBT) + stood
             self._said = DOUBT + left * (self._said - DOUBT) + said
-            usual = np.minimum(self.factor * said / blocks_seen, 1.0)
-            self._mean += np.where(said > 0, (1 - left) * (usual - self._mean), 0.0)
+            self._weight = left * self._weight + blocks_seen
+            self._mean += (whole - blocks_seen * self._mean) / self._weight
 
     @property
     def factor(self) -> Floats:
@@ -91,10 +93,9 @@ class Outlook:
     def survival(self, requests: Sequence[DraftView]) -> Floats:
         """float64[R, γ], not increasing along a row.
 
-        A request of which no block has arrived counts as certain: all its drafts are verified, and
-        then it is known.
+        A request of which no block has arrived counts as what is usual of late.
         """
-        found = np.ones((len(requests), self.gamma))
+        found = self.usual(len(requests))
         known = np.zeros(len(requests), bool)
         for i, r in enumerate(requests):
             blocks = self._blocks.get(r.generation)
@@ -116,7 +117,8 @@ class Outlook:
 
     def usual(self, requests: int) -> Floats:
         """The same for requests of which nothing is known: what is usual of late."""
-        return np.tile(np.minimum.accumulate(np.clip(self._mean, 0.0, 1.0)), (requests, 1))
+        usual = np.clip(self.factor * self._mean, 0.0, 1.0)
+        return np.tile(np.minimum.accumulate(usual), (requests, 1))
 
     def forget(self, requests: Sequence[DraftView]) -> None:
         """Keep only what is known of these."""

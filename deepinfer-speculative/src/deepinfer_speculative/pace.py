@@ -8,6 +8,9 @@ FOLLOW: Final = 0.1
 """Weight of a new step in the running ratio."""
 LONGEST: Final = 64
 """Steps that may be on their way; more were given up."""
+STALE: Final = 32
+"""Steps after which a ratio that was not seen goes along with the other: what slows a machine slows
+both kinds of steps, and how they differ was learnt when both were fresh."""
 
 
 class Pace:
@@ -21,6 +24,7 @@ class Pace:
     def __init__(self) -> None:
         self.ratio = {True: 1.0, False: 1.0}
         self._counts = {True: 0, False: 0}
+        self._ages = {True: 0, False: 0}
         self._open: dict[int, tuple[bool, float, float]] = {}
         self._last = 0.0
 
@@ -45,5 +49,8 @@ class Pace:
         weight = max(FOLLOW, 1.0 / (1 + self._counts[drafting]))
         self.ratio[drafting] = old + weight * (new - old)
         other = not drafting
+        self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
         if not self._counts[other]:
             self.ratio[other] = self.ratio[drafting]  # the best guess until it is seen
+        elif self._ages[other] > STALE:
+            self.ratio[other] *= self.ratio[drafting] / old

@@ -37,12 +37,14 @@ LONGEST_WAIT: Final = 1024
 """Steps without drafts before they are tried again; doubled each time it does not pay."""
 TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""
+PRICE: Final = 0.005
+"""Share of the time that trials may cost: where drafting is dear, they are rare from the start."""
 RETURN: Final = 1.03
 """Drafting comes back where it promises so much more than steps without."""
-WORTH: Final = 0.985
+WORTH: Final = 0.99
 """It stops where it gives less than this share of what steps without give, of late: drafts of some
 methods come in bursts, and looking for them costs little."""
-MEMORY: Final = 16
+MEMORY: Final = 8
 """Steps that "of late" means."""
 
 
@@ -72,6 +74,7 @@ class Planner:
         self._wait = FIRST_WAIT
         self._since = 0
         self._trial = TRIAL
+        self._begun = False
         self._load = 0
         self._edge = 1.0
         self._edges = 0
@@ -121,7 +124,7 @@ class Planner:
         seconds *= self._pace.ratio[True]
         rate = throughput(gains, len(facts.decoding) + facts.emitting, np.maximum(seconds, 1e-9))
         rows = causal_rows(rate) if self._causal else best_rows(rate, self._min_gain)
-        if self._trial and self._mode == "adaptive":
+        if self._trial and self._drafting and self._mode == "adaptive":
             few = -(-len(facts.decoding) // 4)
             rows = max(rows, min(len(gains), few))  # a trial has to show something
         if not self._proposed:
@@ -150,12 +153,20 @@ class Planner:
         ratio = self._pace.ratio
         drafted = self._table.steps(requests, len(gains), requests, True) * ratio[True]
         on = float(throughput(gains, requests, np.maximum(drafted, 1e-9)).max())
-        off = requests / max(float(self._table.plain(np.array(requests))) * ratio[False], 1e-9)
-        return self._switch(on, off, requests)
+        plain = max(float(self._table.plain(np.array(requests))) * ratio[False], 1e-9)
+        trial = float(drafted[min(-(-requests // 4), len(drafted) - 1)])
+        dear = int(TRIAL * max(trial / plain - 1.0, 0.0) / PRICE)
+        return self._switch(on, requests / plain, requests, dear)
 
-    def _switch(self, on: float, off: float, requests: int) -> bool:
-        """Stop and come back, with trials that become rarer while they do not pay."""
+    def _switch(self, on: float, off: float, requests: int, dear: int) -> bool:
+        """Stop and come back, with trials that become rarer while they do not pay.
+
+        ``dear``: steps over which the time that a trial costs must be spread.
+        """
         self._since += 1
+        if not self._begun:  # nothing is known of the drafts yet: usual ones must promise something
+            self._begun = True
+            self._drafting = on > off
         changed = abs(requests - self._load) > 0.25 * self._load
         if changed:
             self._wait, self._load, self._edges = FIRST_WAIT, requests, 0
@@ -170,7 +181,8 @@ class Planner:
                 return True
             self._drafting, self._since = False, 0
             return False
-        if self._since >= self._wait or (changed and on > RETURN * off):
+        better = on > RETURN * off and (changed or self._since >= FIRST_WAIT)
+        if better or self._since >= max(self._wait, dear):
             self._wait = min(2 * self._wait, LONGEST_WAIT)
             self._drafting, self._trial, self._edges = True, TRIAL, 0
         return self._drafting

@@ -356,7 +356,7 @@ class StepShape(NamedTuple):
 class PlannerContext:
     """What ``SpeculatorSpec.planner`` is called with, once the ranks have started.
 
-    ``measure(shapes)``: seconds of a step of each shape on the device in use, median of several;
+    ``measure(shapes)``: seconds of a step of each shape on the device in use, least of several;
     blocking, and only before the first request. ``identity``: names model, device, dtype and
     everything else that these depend on. ``cache_dir``: where what was measured may be kept; it
     need not exist.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,13 +25,15 @@ if TYPE_CHECKING:
 
 CONTEXT = 256
 """Tokens of a text in a measured step, where the model and the pool have room for them."""
-WARM, ROUNDS, STEPS = 2, 3, 2
+WARM, ROUNDS, STEPS = 2, 4, 2
 
 
 def measure_steps(
     runner: ModelRunner, facts: ModelFacts, shapes: Sequence[StepShape]
 ) -> list[float]:
-    """Median seconds of a step of each shape; a step's first runs, which may compile, are left out.
+    """Seconds of a step of each shape; a step's first runs, which may compile, are left out.
+
+    The least of a few rounds: whatever else the machine does only adds.
 
     A shape with more requests than slots or pages, or more drafts than they may run, is cut.
     """
@@ -65,14 +66,14 @@ class _Steps:
         self._step = 0
 
     def seconds(self) -> float:
-        """Warm up, then the median of a few rounds of steps that follow each other at once."""
+        """Warm up, then the least of a few rounds of steps that follow each other at once."""
         self._run(WARM, self._admits())
         times = []
         for _ in range(ROUNDS):
             began = time.perf_counter()
             self._run(STEPS)
             times.append((time.perf_counter() - began) / STEPS)
-        return statistics.median(times)
+        return min(times)
 
     def _run(self, steps: int, admits: tuple[Admit, ...] = ()) -> None:
         for _ in range(steps):
