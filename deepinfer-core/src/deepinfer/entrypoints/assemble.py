@@ -142,19 +142,7 @@ def assemble(config: EngineConfig, observers: Sequence[Observer] = ()) -> Assemb
         logger.info("trust_remote_code has no effect: no code of a checkpoint is ever run.")
     times = StartupTimes()
     with ExitStack() as opened:
-        with times.stage("find the model"):
-            from deepinfer.models.source import resolve
-
-            source = resolve(
-                config.model,
-                revision=config.revision,
-                tokenizer=config.tokenizer,
-                weights=config.load_format != "dummy",
-            )
-        with times.stage("import torch"):
-            import torch  # noqa: F401  (most of a start; timed where it can be seen)
-        with times.stage("read its header"):
-            raw, generation = _headers(source, config.load_format)
+        source, raw, generation = _found(config, times)
         with times.stage("choose plugins"):
             from deepinfer.models.registry import architectures_of
 
@@ -171,19 +159,9 @@ def assemble(config: EngineConfig, observers: Sequence[Observer] = ()) -> Assemb
         times.inside("weights and KV", getattr(executor, "startup", {}))
         ends = _end_ids(tokenizer, raw, generation, facts.vocab_size)
         with times.stage("engine"):
-            from deepinfer.engine.engine import Engine
-
             grammar = _grammar_backend(config, resolution, tokenizer, facts, ends)
-            engine = Engine(
-                config,
-                executor,
-                facts,
-                tokenizer=tokenizer,
-                policy=resolution.load("policy")(),
-                planner=open_planner(config, resolution, executor, facts),
-                grammar_backend=grammar,
-                observers=[*cast("list[Observer]", manager.observers(config)), *observers],
-            )
+            told = [*cast("list[Observer]", manager.observers(config)), *observers]
+            engine = _engine(config, resolution, executor, facts, tokenizer, grammar, told)
             opened.callback(engine.close)
         assembly = Assembly(
             config=config,
@@ -208,6 +186,52 @@ def assemble(config: EngineConfig, observers: Sequence[Observer] = ()) -> Assemb
     return assembly
 
 
+def _found(
+    config: EngineConfig, times: StartupTimes
+) -> tuple[ModelSource, dict[str, Any], dict[str, Any]]:
+    """Where the model lies, and its config and generation_config; no tensor is read."""
+    with times.stage("find the model"):
+        from deepinfer.models.source import resolve
+
+        source = resolve(
+            config.model,
+            revision=config.revision,
+            tokenizer=config.tokenizer,
+            weights=config.load_format != "dummy",
+        )
+    with times.stage("import torch"):
+        import torch  # noqa: F401  (most of a start; timed where it can be seen)
+    with times.stage("read its header"):
+        from deepinfer.models.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(source, config.load_format)
+        return source, checkpoint.config, checkpoint.generation_config
+
+
+def _engine(
+    config: EngineConfig,
+    resolution: Resolution,
+    executor: Executor,
+    facts: ModelFacts,
+    tokenizer: Tokenizer | None,
+    grammar: GrammarBackend | None,
+    observers: Sequence[Observer],
+) -> Engine:
+    """The brain, with the policy and the planner that were chosen."""
+    from deepinfer.engine.engine import Engine
+
+    return Engine(
+        config,
+        executor,
+        facts,
+        tokenizer=tokenizer,
+        policy=resolution.load("policy")(),
+        planner=open_planner(config, resolution, executor, facts),
+        grammar_backend=grammar,
+        observers=observers,
+    )
+
+
 def _tokenizer(source: ModelSource, load_format: str) -> Tokenizer | None:
     """The model's; None where dummy weights come without one, and prompts are token ids."""
     from deepinfer.tokenizer import has_tokenizer, load_tokenizer
@@ -215,14 +239,6 @@ def _tokenizer(source: ModelSource, load_format: str) -> Tokenizer | None:
     if load_format == "dummy" and not has_tokenizer(source):
         return None
     return load_tokenizer(source)
-
-
-def _headers(source: ModelSource, load_format: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The checkpoint's config and generation_config; its tensors are not read."""
-    from deepinfer.models.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(source, load_format)
-    return checkpoint.config, checkpoint.generation_config
 
 
 def _grammar_backend(
