@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from deepinfer import LLM, SamplingParams
-from deepinfer.api.speculative import CalibrationContext, DraftRounds
+from deepinfer.api.calibration import CalibrationContext, DraftRounds
 from deepinfer.cli.speculative import read_prompts, speculative
 from deepinfer.config import EngineConfig
 from deepinfer.errors import ConfigError, ModelLoadError

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from deepinfer.api.speculative import Calibration
+from deepinfer.api.calibration import Calibration
 from deepinfer.errors import ConfigError
 
 from deepinfer_speculative.calibration import Fit, fit_halves
 from deepinfer_speculative.dspark.calibrated import FILE, WAYS
 
 if TYPE_CHECKING:
-    from deepinfer.api.speculative import CalibrationContext
+    from deepinfer.api.calibration import CalibrationContext
     from numpy.typing import NDArray
 
 FEWEST: Final = 40
@@ -27,7 +27,7 @@ _LEAST: Final = 1e-7
 
 
 def calibrate(context: CalibrationContext) -> Calibration:
-    """A :class:`~deepinfer.api.speculative.Calibrate`: sequential temperature scaling."""
+    """A :class:`~deepinfer.api.calibration.Calibrate`: sequential temperature scaling."""
     path = place(context)
     fits = {way: _fit(context, way) for way in WAYS}
     said = _read(path)

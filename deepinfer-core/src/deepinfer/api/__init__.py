@@ -13,6 +13,7 @@ from deepinfer.api.backend import (
     OpContext,
     OutputFuture,
 )
+from deepinfer.api.calibration import Calibrate, Calibration, CalibrationContext, DraftRounds
 from deepinfer.api.executor import Executor, ModelFacts
 from deepinfer.api.grammar import Grammar, GrammarBackend, GrammarContext, MaskJob
 from deepinfer.api.hookspecs import hookimpl, hookspec
@@ -79,9 +80,6 @@ from deepinfer.api.specs import (
     StoreSpec,
 )
 from deepinfer.api.speculative import (
-    Calibrate,
-    Calibration,
-    CalibrationContext,
     DraftChoice,
     Drafter,
     DrafterClass,
@@ -91,7 +89,6 @@ from deepinfer.api.speculative import (
     DraftLength,
     DraftNeeds,
     DraftPlanner,
-    DraftRounds,
     Drafts,
     DraftsLanded,
     DraftView,

@@ -136,7 +136,7 @@ class SpeculatorSpec(Spec):
         architectures: of draft checkpoints (``model=``) that it reads.
         carried: fields of a target's config.json; a target that has one carries this draft with
             it, so that it is found without a name.
-        calibrate: an ``api.speculative.Calibrate``, where confidences can be calibrated; then
+        calibrate: an ``api.calibration.Calibrate``, where confidences can be calibrated; then
             ``options`` has ``calibration``, and its value ``off`` gives raw confidences.
     """
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
+from deepinfer.api.calibration import CalibrationContext, DraftRounds
 from deepinfer.api.specs import SpeculatorSpec
-from deepinfer.api.speculative import CalibrationContext, DraftRounds
 from deepinfer.entrypoints.llm import LLM
 from deepinfer.entrypoints.speculation import speculator_name
 from deepinfer.errors import ConfigError
@@ -23,7 +23,7 @@ from deepinfer.sampling_params import SamplingParams
 from deepinfer.testing.speculation import WatchingPlanner, usual_prompts
 
 if TYPE_CHECKING:
-    from deepinfer.api.speculative import Calibrate, Calibration
+    from deepinfer.api.calibration import Calibrate, Calibration
     from deepinfer.config import EngineConfig
 
 WAYS: Final = {"greedy": 0.0, "sampled": 1.0}

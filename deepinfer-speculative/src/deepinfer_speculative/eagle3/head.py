@@ -37,6 +37,51 @@ class DraftRows(NamedTuple):
     scratch: Pages
 
 
+class PairLayer:
+    """A decoder layer that reads pairs."""
+
+    def __init__(self, config: Eagle3Config, ops: Any) -> None:
+        shape = config.shape
+        self.ops, self.config = ops, config
+        self.input_norm, self.hidden_norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
+        self.q, self.kv, self.o = Linear(ops), Linear(ops), Linear(ops)
+        self.q_norm = RMSNorm(ops, shape.eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(ops, shape.eps) if shape.qk_norm else None
+        self.post = RMSNorm(ops, shape.eps)
+        self.gate_up, self.down = Linear(ops), Linear(ops)
+
+    def joined(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Pairs as the projections read them [T, 2H], and the residual [T, H]."""
+        normed = self.hidden_norm(states)
+        residual = normed if self.config.norm_before_residual else states
+        return torch.cat((self.input_norm(embedded), normed), -1), residual
+
+    def keys(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turned keys and raw values of pairs [T, 2H], each [T, HKV, D]."""
+        heads = self.config.shape.kv_heads
+        rows = self.kv(x).view(len(x), 2 * heads, self.config.shape.head_dim)
+        k = rows[:, :heads]
+        k = k if self.k_norm is None else self.k_norm(k)
+        return self.ops.rope(k, positions, cos_sin), rows[:, heads:]
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, rows: DraftRows, pages: Pages, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Pairs [R, 2H] and their residual to rows [R, H] and the next residual."""
+        ops, shape = self.ops, self.config.shape
+        q = self.q(x).view(len(x), shape.heads, shape.head_dim)
+        q = q if self.q_norm is None else self.q_norm(q)
+        q = ops.rope(q, rows.positions, cos_sin)
+        ops.kv_write(*self.keys(x, rows.positions, cos_sin), *rows.scratch, rows.slots)
+        scale = shape.head_dim**-0.5
+        far = ops.attention(q, *pages, rows.context, scale)
+        near = ops.attention(q, *rows.scratch, rows.chain, scale)
+        y = self.o(join(*far, *near).to(x.dtype).flatten(1))
+        norm, down = self.post, self.down.weight
+        y, total = ops.mlp_block(y, residual, norm.weight, norm.eps, self.gate_up.weight, down)
+        return y, total
+
+
 class Eagle3Head:
     """Embedding, projection of the target's states, layer, final norm and vocabulary head.
 
@@ -49,12 +94,7 @@ class Eagle3Head:
         self.ops, self.config = ops, config
         self.embed, self.head, self.fc = Linear(ops), Linear(ops), Linear(ops)
         self.fc_norm, self.norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
-        self.input_norm, self.hidden_norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
-        self.q, self.kv, self.o = Linear(ops), Linear(ops), Linear(ops)
-        self.q_norm = RMSNorm(ops, shape.eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(ops, shape.eps) if shape.qk_norm else None
-        self.post = RMSNorm(ops, shape.eps)
-        self.gate_up, self.down = Linear(ops), Linear(ops)
+        self.layer = PairLayer(config, ops)
         device = None if ops.context is None else ops.context.device
         self.cos_sin = rotary_table(shape.rope, length, device)
         self.dtype = None if ops.context is None else ops.context.activation_dtype
@@ -82,8 +122,8 @@ class Eagle3Head:
 
         ids, positions, slots int64[T]; states [T, H] of one place before.
         """
-        x, _ = self._joined(ids, states)
-        k, v = self._keys(x, positions)
+        x, _ = self.layer.joined(self._embedded(ids), states)
+        k, v = self.layer.keys(x, positions, self.cos_sin)
         first = (positions == 0)[:, None, None]
         self.ops.kv_write(k.masked_fill(first, 0), v.masked_fill(first, 0), *pages, slots)
 
@@ -91,38 +131,13 @@ class Eagle3Head:
         self, ids: Tensor, states: Tensor, rows: DraftRows, pages: Pages
     ) -> tuple[Tensor, Tensor]:
         """One draft of R chains: (rows [R, H] behind the final norm, states [R, H] of the next)."""
-        ops, shape = self.ops, self.config.shape
-        x, residual = self._joined(ids, states)
-        q = self.q(x).view(len(x), shape.heads, shape.head_dim)
-        q = q if self.q_norm is None else self.q_norm(q)
-        q = ops.rope(q, rows.positions, self.cos_sin)
-        ops.kv_write(*self._keys(x, rows.positions), *rows.scratch, rows.slots)
-        scale = shape.head_dim**-0.5
-        far = ops.attention(q, *pages, rows.context, scale)
-        near = ops.attention(q, *rows.scratch, rows.chain, scale)
-        y = self.o(join(*far, *near).to(x.dtype).flatten(1))
-        post = self.post
-        y, total = ops.mlp_block(
-            y, residual, post.weight, post.eps, self.gate_up.weight, self.down.weight
-        )
-        normed, state = self.norm.add(y, total)
+        x, residual = self.layer.joined(self._embedded(ids), states)
+        normed, state = self.norm.add(*self.layer(x, residual, rows, pages, self.cos_sin))
         return normed, normed if self.config.norm_output else state
 
-    def _joined(self, ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Pairs as the layer's projections read them [T, 2H], and the residual [T, H]."""
-        embedded = self.ops.embedding(ids, self.embed.weight)
-        embedded = embedded if self.dtype is None else embedded.to(self.dtype)
-        normed = self.hidden_norm(states)
-        residual = normed if self.config.norm_before_residual else states
-        return torch.cat((self.input_norm(embedded), normed), -1), residual
-
-    def _keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Turned keys and raw values of pairs, each [T, HKV, D]."""
-        heads = self.config.shape.kv_heads
-        rows = self.kv(x).view(len(x), 2 * heads, self.config.shape.head_dim)
-        k = rows[:, :heads]
-        k = k if self.k_norm is None else self.k_norm(k)
-        return self.ops.rope(k, positions, self.cos_sin), rows[:, heads:]
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.ops.embedding(ids, self.embed.weight)
+        return x if self.dtype is None else x.to(self.dtype)
 
 
 def join(far: Tensor, far_lse: Tensor, near: Tensor, near_lse: Tensor) -> Tensor:

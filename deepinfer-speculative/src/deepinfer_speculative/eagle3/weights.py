@@ -57,21 +57,20 @@ def _layer(config: Eagle3Config, name: str) -> Iterator[WeightRule]:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = [("input_norm", "input_layernorm"), ("hidden_norm", "hidden_norm")]
     for mine, theirs in (*norms, ("post", "post_attention_layernorm")):
-        yield rule(f"{mine}.weight", [(f"{name}.{theirs}.weight", (hidden,))], ("rms_norm",))
+        yield rule(f"layer.{mine}.weight", [(f"{name}.{theirs}.weight", (hidden,))], ("rms_norm",))
     at = f"{name}.self_attn"
     pair = [(f"{at}.{n}_proj.weight", (kv, 2 * hidden)) for n in ("k", "v")]
-    yield rule("q.weight", [(f"{at}.q_proj.weight", (q, 2 * hidden))], ("linear",))
-    yield rule("kv.weight", pair, ("linear",))
-    yield rule("o.weight", [(f"{at}.o_proj.weight", (hidden, q))], ("linear",))
+    yield rule("layer.q.weight", [(f"{at}.q_proj.weight", (q, 2 * hidden))], ("linear",))
+    yield rule("layer.kv.weight", pair, ("linear",))
+    yield rule("layer.o.weight", [(f"{at}.o_proj.weight", (hidden, q))], ("linear",))
     if shape.qk_norm:
         for mine in ("q_norm", "k_norm"):
-            yield rule(
-                f"{mine}.weight", [(f"{at}.{mine}.weight", (shape.head_dim,))], ("rms_norm",)
-            )
+            source = [(f"{at}.{mine}.weight", (shape.head_dim,))]
+            yield rule(f"layer.{mine}.weight", source, ("rms_norm",))
     uses = ("mlp_block", "gated_mlp", "linear")
     two = [(f"{name}.mlp.{n}_proj.weight", (inner, hidden)) for n in ("gate", "up")]
-    yield rule("gate_up.weight", two, uses)
-    yield rule("down.weight", [(f"{name}.mlp.down_proj.weight", (hidden, inner))], uses)
+    yield rule("layer.gate_up.weight", two, uses)
+    yield rule("layer.down.weight", [(f"{name}.mlp.down_proj.weight", (hidden, inner))], uses)
 
 
 def read_targets(checkpoint: Checkpoint, config: Eagle3Config) -> Tensor | None:
