@@ -319,8 +319,9 @@ class Lab:
 
     def _crowd(self, count: int) -> list[Case]:
         draw, cases = random.Random(11), []
+        texts = [i for i in range(self.facts.vocab_size) if i != self.facts.image_token]
         for i in range(count):
-            ids = tuple(draw.randrange(self.facts.vocab_size) for _ in range(5 + 9 * (i % 5)))
+            ids = tuple(draw.choices(texts, k=5 + 9 * (i % 5)))
             style = {"temperature": 0.0 if i % 2 else 1.3}
             cases.append(_case(f"crowd {i}", ids, style, 500 + i, 6 + i % 9))
         return cases
