@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
 import pytest
 from deepinfer import SamplingParams
+from deepinfer.chat import chat_format
 from deepinfer.chat.interface import RenderedChat
 from deepinfer.engine.reasoning import AfterReasoning
 from deepinfer.errors import InvalidRequestError
@@ -87,6 +89,38 @@ def test_the_grammar_begins_behind_the_reasoning(llm, monkeypatch):
             assert one.finish_reason == "length"
         assert not set(one.token_ids) & tokenizer.stop_token_ids
     assert answered
+
+
+@MODEL
+@pytest.mark.parametrize("thinking", [True, False])
+def test_thoughts_and_answer_have_their_own_channels(llm, monkeypatch, thinking):
+    """DeepSeek's format, its marks spelt in the demo model's tokens (vllm 44012, 50948, 50938)."""
+    pytest.importorskip("deepseek_recipe")
+    tokenizer = llm.get_tokenizer()
+    inner = chat_format(tokenizer, None, "DeepseekV41ForCausalLM")
+
+    class Spelt:
+        def render(self, messages, options):
+            return replace(inner.render(messages, options), special_ranges=())
+
+    monkeypatch.setitem(llm.assembly._chat_formats, None, Spelt())
+    mark = tokenizer.encode("</think>", add_special_tokens=False)
+    bias = dict.fromkeys(mark, 9.0) if thinking else {}  # a demo model knows nothing of it
+    params = SamplingParams(max_tokens=100, temperature=1.0, logit_bias=bias, n=8, seed=1)
+    (output,) = llm.chat(TALK, params, response_format=FORMAT, enable_thinking=thinking)
+    answered = thought = 0
+    for one in output.outputs:
+        split = one.text.partition("</think>") if thinking else ("", "here", one.text)
+        thoughts, found, answer = split
+        assert (one.message.reasoning_content or "") == thoughts
+        if not found or "</think>" in answer:  # spelt out, as a real model's mark cannot be
+            continue
+        thought += bool(thoughts)
+        answered += one.finish_reason == "stop"
+        assert one.message.content == answer
+        if one.finish_reason == "stop":
+            jsonschema.validate(json.loads(one.message.content), SCHEMA)
+    assert answered >= 2 and bool(thought) is thinking
 
 
 def after_reasoning(mark=(5, 6), ends=(0,)):

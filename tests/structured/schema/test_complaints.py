@@ -54,6 +54,9 @@ VALID = {
     "pattern is a search": ({"type": "string", "pattern": "b"}, ['"abc"']),
     "patternProperties are searched": (
         {"type": "object", "patternProperties": {"b": {"type": "integer"}}}, ['{"abc": 1}']),
+    "propertyNames are searched": (
+        {"type": "object", "propertyNames": {"pattern": "b"}}, ['{"abc": 1}']),
+    "a Unicode category": ({"type": "string", "pattern": "^\\p{L}+$"}, ['"éЖ中"']),
     "escapes beside lengths": (
         {"type": "string", "minLength": 3, "maxLength": 3},
         ['"\\n\\"\\\\"', '"\\u00e9ab"', '"\\u0061bc"']),
