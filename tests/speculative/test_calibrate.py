@@ -1,6 +1,7 @@
 """``deepinfer speculative calibrate``: what it collects, fits and writes, and who reads it."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,15 +11,17 @@ from click.testing import CliRunner
 from deepinfer import LLM, SamplingParams
 from deepinfer.api.calibration import CalibrationContext, DraftRounds
 from deepinfer.cli.speculative import read_prompts, speculative
-from deepinfer.config import EngineConfig
+from deepinfer.config import EngineConfig, SpeculativeConfig
 from deepinfer.errors import ConfigError, ModelLoadError
 from deepinfer.testing.calibration import Workload
 from deepinfer.testing.calibration import calibrate as run
 from deepinfer.testing.tiny import write_tiny_checkpoint
-from deepinfer_speculative.calibrate import calibrate, log_odds, place
+from deepinfer_speculative.calibrate import calibrate, log_odds
 from deepinfer_speculative.dspark.calibrated import Temperatures, read_table
 from dspark_rig import pair as dspark_pair
 from eagle3_rig import Watched, prompts, trained
+
+CARRIED = Path(__file__).parents[1] / "data" / "deepseek-v41" / "a"
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +143,25 @@ def test_a_dspark_draft_can_be_calibrated(tmp_path):
     assert {len(t) for t in found.temperatures.values()} == {5}
 
 
+def test_the_carried_draft_needs_a_file_to_write(tmp_path):
+    """And a hub's too; both are told before anything runs."""
+    carried = {"model": str(CARRIED), "num_threads": 1, "max_model_len": 128, "max_num_seqs": 4}
+    asked = EngineConfig(**carried, speculative="mtp")
+    work = Workload(prompts=[[5, 6, 7, i] for i in range(4)], tokens=24)
+    for config, said in (
+        (asked, "the target's checkpoint"),
+        (asked.model_copy(update={"speculative": SpeculativeConfig(method="mtp", model="a/b")}),
+         "a/b"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said) as raised:
+            run(config, work)
+        assert "--out" in raised.value.next_step
+    found = run(asked, work, tmp_path / "mtp.json")
+    given = {"method": "mtp", "mode": "static", "calibration": str(found.path)}
+    with LLM(**carried, speculative=given) as llm:
+        assert llm.assembly.facts.draft_len == len(found.temperatures["greedy"])
+
+
 def test_what_has_no_confidences_is_refused(tmp_path):
     target = str(write_tiny_checkpoint(tmp_path / "t"))
     with pytest.raises(ConfigError, match="'ngram' has no confidences"):
@@ -177,14 +199,10 @@ def test_it_finds_how_over_confident_a_draft_is(tmp_path):
     assert table[1].tolist() == pytest.approx(found.temperatures["sampled"][:3], abs=1e-3)
 
 
-def test_too_few_rounds_and_no_place(tmp_path):
+def test_too_few_rounds_and_files_that_cannot_be(tmp_path):
     with pytest.raises(ConfigError, match="39 greedy rounds"):
         calibrate(context(tmp_path, 39))
     assert not (tmp_path / "calibration.json").exists()
-    for model, said in (("org/draft", "org/draft"), (None, "the target's checkpoint")):
-        with pytest.raises(ConfigError, match=said) as raised:
-            place(context(tmp_path, 0, model=model))
-        assert "--out" in raised.value.next_step
     file = tmp_path / "c.json"
     file.write_text("[1]")
     with pytest.raises(ConfigError, match="no JSON object"):

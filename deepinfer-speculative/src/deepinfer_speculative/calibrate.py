@@ -48,20 +48,10 @@ def calibrate(context: CalibrationContext) -> Calibration:
 
 
 def place(context: CalibrationContext) -> Path:
-    """The file: the one asked for, else beside the draft's weights.
-
-    Raises:
-        ConfigError: these lie in no folder of the user's.
-    """
+    """The file: the one asked for, else beside the draft's weights."""
     if context.out is not None:
         return context.out
-    if context.model is None or not Path(context.model).is_dir():
-        where = "the target's checkpoint" if context.model is None else context.model
-        raise ConfigError(
-            f"The draft lies in {where}, which is no folder of yours to write to.",
-            setting="out",
-            next_step="Give --out FILE, and name it: --speculative …,calibration=FILE.",
-        )
+    assert context.model is not None, "a draft without a folder has no place of its own"
     return Path(context.model, FILE)
 
 

@@ -29,8 +29,8 @@ class CalibrationContext:
     """What ``SpeculatorSpec.calibrate`` is called with.
 
     ``model``: what the user named as draft checkpoint; ``rounds``: of requests that are ``greedy``
-    (T = 0) and ``sampled`` (T = 1); ``out``: the file to write; None: the one that the drafter
-    reads without being told.
+    (T = 0) and ``sampled`` (T = 1); ``out``: the file to write; None: that beside the weights,
+    which the drafter reads without being told. Then ``model`` is a folder.
     """
 
     method: str
@@ -56,5 +56,5 @@ class Calibrate(Protocol):
     """Fits a drafter's confidences to what stood, and keeps the result."""
 
     def __call__(self, context: CalibrationContext) -> Calibration:
-        """Raises ConfigError: there are too few rounds, or no place to write to."""
+        """Raises ConfigError: there are too few rounds, or the file cannot be written."""
         ...

@@ -51,7 +51,7 @@ def calibrate(
     """Run the workload with raw confidences, and let the method's plugin fit and write.
 
     Args:
-        out: the file to write; None: the one that the drafter reads without being told.
+        out: the file to write; None: beside the draft's weights, where they lie in a folder.
 
     Raises:
         ConfigError: nothing speculates, the method has nothing to calibrate, there are too few
@@ -60,6 +60,8 @@ def calibrate(
     spec = _spec(config)
     asked = config.speculation()
     assert asked is not None, "who has a method speculates"
+    if out is None:
+        _check_place(asked.model)
     # Raw confidences, and nothing trimmed: what lies behind a round's end would be unknown.
     update = {"mode": "static", "options": {**asked.options, "calibration": "off"}}
     speculative = asked.model_copy(update=update)
@@ -99,6 +101,17 @@ def _spec(config: EngineConfig) -> SpeculatorSpec:
             setting="speculative",
         )
     return spec
+
+
+def _check_place(model: str | None) -> None:
+    """Before anything runs: whether there is a folder to write beside the weights."""
+    if model is None or not Path(model).is_dir():
+        where = "the target's checkpoint" if model is None else model
+        raise ConfigError(
+            f"The draft lies in {where}, which is no folder of yours to write to.",
+            setting="out",
+            next_step="Give --out FILE, and name it: --speculative …,calibration=FILE.",
+        )
 
 
 def _rounds(llm: LLM, work: Workload, temperature: float) -> DraftRounds:
