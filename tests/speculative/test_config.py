@@ -147,7 +147,8 @@ def test_a_speculating_engine_ends_with_the_same_text(tiny):
             outputs = llm.generate(prompts, params)
             texts.append([o.token_ids for out in outputs for o in out.outputs])
             drafted = sum(out.metrics.drafted for out in outputs)
-            assert (drafted > 0) == (given is not None)
+            if given is None or "mode" in given:  # else it goes by what pays here
+                assert (drafted > 0) == (given is not None)
     assert texts[1:] == texts[:1] * 3
 
 

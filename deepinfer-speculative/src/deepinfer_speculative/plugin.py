@@ -37,6 +37,13 @@ def deepinfer_provide() -> list[Spec]:
             architectures=("Qwen3DSparkModel", "LlamaDSparkModel"),
         ),
         SpeculatorSpec(
+            name="dspark-demo",
+            planner=PLANNER,
+            drafter="deepinfer_speculative.dspark.shipped:ShippedDrafter",
+            verifier=RATIO,
+            options=(*PLANNING, *DRAWING, "draft_weights"),
+        ),
+        SpeculatorSpec(
             name="eagle3",
             planner=PLANNER,
             drafter="deepinfer_speculative.eagle3.drafter:Eagle3Drafter",
