@@ -13,9 +13,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from deepinfer.api.plan import Image, Request
+from deepinfer.chat.json_answer import JSONAnswerParser
 from deepinfer.engine.logits import to_row_params
 from deepinfer.engine.request import check_images, in_vocabulary, mix
 from deepinfer.entrypoints.images import PromptImages
@@ -60,6 +62,7 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
+_JSON = ("json", "json_object")
 _DRAWN = 0xD1B54A32D192ED03
 """Keeps drawn seeds apart from the seeds of parallel samples, which come from ``mix`` too."""
 
@@ -318,6 +321,8 @@ def _for_answers(
             setting="skip_special_tokens",
             next_step="Leave it out; output.message holds the parts without marks.",
         )
+    if params.so_args is not None and params.so_args.schema_type in _JSON:
+        parser = partial(JSONAnswerParser, chat.get("reasoning_end", ""))
     return parser, params.model_copy(update={"skip_special_tokens": False})
 
 
