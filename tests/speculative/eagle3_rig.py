@@ -62,6 +62,11 @@ class Plain:
     def states(self, joined):
         if self.config.norm_before_fc:
             joined = rms_norm(joined, self.w("input_norm"), self.config.shape.eps)
+        if self.config.fc_norm:
+            parts = joined.chunk(len(self.config.taps), -1)
+            eps = self.config.shape.eps
+            normed = [rms_norm(x, self.w(f"fc_norm.{i}"), eps) for i, x in enumerate(parts)]
+            joined = torch.cat(normed, -1)
         return joined @ self.w("fc").T
 
     def layer(self, tokens, states):

@@ -16,7 +16,7 @@ from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 DRAFTS = 3
-FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def opened(target, head):

@@ -126,7 +126,7 @@ def test_both_ways_of_counting_layers(ids, taps, nested):
         ("sliding_window", 512),
         ("attention_bias", True),
         ("bias", True),
-        ("fc_norm", True),
+        ("fc_bias", True),
         ("hidden_act", "gelu"),
         ("model_type", "deepseek_v3"),
         ("parallel_drafting", True),
@@ -156,6 +156,8 @@ def test_options_of_the_nested_mapping_are_checked(nested, said):
 
 
 def test_speculators_of_another_kind():
+    with pytest.raises(UnsupportedError, match="fc_norm and norm_before_fc"):
+        read_config({**SPECULATORS, "fc_norm": True, "norm_before_fc": True}, QWEN_8B)
     with pytest.raises(UnsupportedError, match="algorithm='mtp'"):
         read_config({**SPECULATORS, "speculators_config": {"algorithm": "mtp"}}, QWEN_8B)
     unsure = {k: v for k, v in SPECULATORS.items() if k != "norm_before_residual"}

@@ -19,7 +19,6 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "bias": (None, False),
-    "fc_norm": (None, False),
     "is_causal": (None, True),
     "pretraining_tp": (None, 1),
     "model_type": (None, "llama", "qwen3", "eagle3"),
@@ -37,6 +36,7 @@ _KNOWN: Final = frozenset(
         "draft_vocab_size",
         "eagle_config",
         "embed_requires_grad",
+        "fc_norm",
         "norm_before_fc",
         "norm_before_residual",
         "norm_output",
@@ -51,8 +51,9 @@ class Eagle3Config:
     """A head's sizes. ``shape``: its layer's, with the target's vocabulary. ``vocab``: ids that it
     can draft; ``taps``: target layers whose output it reads, ascending (−1: the embedding's);
     ``target_hidden``: the target's width. ``norm_before_fc``: a norm over all that it reads;
-    ``norm_before_residual``: the residual begins behind the norm of hidden states; ``norm_output``:
-    the next draft reads rows behind the final norm.
+    ``fc_norm``: one over the rows of each layer; ``norm_before_residual``: the residual begins
+    behind the norm of hidden states; ``norm_output``: the next draft reads rows behind the final
+    norm.
     """
 
     shape: LlamaConfig
@@ -60,6 +61,7 @@ class Eagle3Config:
     taps: tuple[int, ...]
     target_hidden: int
     norm_before_fc: bool
+    fc_norm: bool
     norm_before_residual: bool
     norm_output: bool
 
@@ -83,6 +85,7 @@ def read_config(raw: Mapping[str, Any], target: Any) -> Eagle3Config:
         taps=_taps(fields, target.layers),
         target_hidden=optional(fields, "target_hidden_size", shape.hidden_size),
         norm_before_fc=bool(fields.get("norm_before_fc")),
+        fc_norm=bool(fields.get("fc_norm")),
         norm_before_residual=bool(fields.get("norm_before_residual")),
         norm_output=bool(fields.get("norm_output")),
     )
@@ -130,6 +133,8 @@ def _refuse(fields: Mapping[str, Any]) -> None:
         found.append(f"num_hidden_layers={fields['num_hidden_layers']!r}")
     if fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False:
         found.append(f"sliding_window={fields['sliding_window']!r}")
+    if fields.get("fc_norm") and fields.get("norm_before_fc"):
+        found.append("fc_norm and norm_before_fc at once")
     kinds = set(fields.get("layer_types") or ()) - {"full_attention"}
     found += [f"layer_types with {kind!r}" for kind in sorted(kinds)]
     known = _KNOWN | set(_NEUTRAL)

@@ -93,7 +93,8 @@ class Eagle3Head:
         shape = config.shape
         self.ops, self.config = ops, config
         self.embed, self.head, self.fc = Linear(ops), Linear(ops), Linear(ops)
-        self.fc_norm, self.norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
+        self.joined_norm, self.norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
+        self.state_norms = [RMSNorm(ops, shape.eps) for _ in config.taps if config.fc_norm]
         self.layer = PairLayer(config, ops)
         device = None if ops.context is None else ops.context.device
         self.cos_sin = rotary_table(shape.rope, length, device)
@@ -112,8 +113,11 @@ class Eagle3Head:
 
     def states(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Rows [T, Ht] of each tapped layer to states [T, H]."""
-        joined = torch.cat([hidden[layer] for layer in self.config.taps], -1)
-        return self.fc(self.fc_norm(joined) if self.config.norm_before_fc else joined)
+        rows = [hidden[layer] for layer in self.config.taps]
+        if self.config.fc_norm:
+            rows = [norm(x) for norm, x in zip(self.state_norms, rows, strict=True)]
+        joined = torch.cat(rows, -1)
+        return self.fc(self.joined_norm(joined) if self.config.norm_before_fc else joined)
 
     def write(
         self, ids: Tensor, states: Tensor, positions: Tensor, pages: Pages, slots: Tensor

@@ -45,7 +45,10 @@ def weight_rules(config: Eagle3Config, layer: str = LAYER) -> Iterator[WeightRul
     yield replace(head, optional=shared and not shape.tied)
     yield rule("fc.weight", [("fc.weight", (hidden, width))], ("linear",))
     if config.norm_before_fc:
-        yield rule("fc_norm.weight", [("input_norm.weight", (width,))], ("rms_norm",))
+        yield rule("joined_norm.weight", [("input_norm.weight", (width,))], ("rms_norm",))
+    for i in range(len(config.taps) if config.fc_norm else 0):
+        size = (config.target_hidden,)
+        yield rule(f"state_norms.{i}.weight", [(f"fc_norm.{i}.weight", size)], ("rms_norm",))
     yield rule("norm.weight", [("norm.weight", (hidden,))], ("rms_norm",))
     yield from _layer(config, layer)
 
