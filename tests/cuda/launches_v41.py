@@ -7,7 +7,7 @@ from deepinfer.api.model import DeviceBatch, StepRequests
 from deepinfer.ops.reference.hyper import HyperParams
 from deepinfer.ops.reference.latent import Window
 from deepinfer.ops.reference.sparse import Blocks, Picks
-from deepinfer_backend_cuda import dispatch, hyper, index, latent, moe, scaled, sparse
+from deepinfer_backend_cuda import hyper, index, latent, moe, scaled, sparse
 from deepinfer_backend_cuda.kernels import scaled as kernels
 from registry import SM90, SM100, Launch
 
@@ -18,7 +18,6 @@ WHOLE = {SM90: frozenset({"HGMMA"}), SM100: frozenset({"UTCHMMA"})}
 WARPS = {SM90: frozenset({"HMMA"}), SM100: frozenset({"HMMA"})}
 TIGHT = {
     "product_kernel": {SM100: 8},
-    "long_kernel": {SM100: 8},
     "gated_kernel": {SM100: 216},
     "sparse_kernel": {SM90: 144},
 }
@@ -76,13 +75,6 @@ def experts():
             run = partial(moe.scaled_moe, x, ids, ids.float(), gate_up, down, EXPERTS, 10.0)
             needs = {"product_kernel": WHOLE, "gated_kernel": WHOLE}
             yield Launch(f"scaled_moe {kind} {tokens}", run, needs, TIGHT)
-        found = dispatch.sort(ids, EXPERTS)
-        inner = torch.zeros(ids.numel(), INNER, dtype=BF)
-        run = partial(moe.long_product, x, gate_up, inner, found, ids.float(), 10.0, CHOSEN)
-        yield Launch(f"long gate and up {kind}", run, {"long_kernel": WHOLE}, TIGHT)
-        y = torch.zeros(ids.numel(), HIDDEN, dtype=BF)
-        run = partial(moe.long_product, inner, down, y, found)
-        yield Launch(f"long down {kind}", run, {"long_kernel": WHOLE}, TIGHT)
     logits, bias = torch.zeros(5, 384), torch.zeros(384)
     yield Launch("route", partial(moe.route, logits, bias, CHOSEN, "sqrtsoftplus", True, 1.5))
     x, w = torch.zeros(5, 64), torch.zeros(3, 32, 64)

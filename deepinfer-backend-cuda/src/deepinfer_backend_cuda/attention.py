@@ -89,8 +89,7 @@ def plan_attention(block_table: Tensor, kv_lengths: Tensor, cu_q: Tensor, page_s
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a step is launched: query rows (tokens times a head group) of a tile, warps, stages;
-    ``edge``: stages of the blocks that not all rows see whole.
+    """How a step is launched: query rows (tokens times a head group) of a tile, warps, stages.
 
     Nothing here moves a bit in bfloat16; float32 has one tile for all steps.
     """
@@ -98,7 +97,6 @@ class Tile:
     rows: int
     warps: int
     stages: int
-    edge: int = 1
 
 
 def keys_of(head_dim: int, dtype: torch.dtype) -> int:
@@ -260,7 +258,7 @@ def launch(
         SPLIT=pieces > 1,
         CAP=softcap is not None,
         WINDOW=window is not None,
-        EDGE_STAGES=tile.stages if window is not None else tile.edge,
+        EDGE_STAGES=tile.stages if window is not None else 1,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -6,7 +6,6 @@ there can be at most, and those without a tile end at once.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -31,11 +30,6 @@ DOWN = {16: (128, 4, 3), 32: (128, 4, 4), 64: (128, 8, 3)}
 """By rows of a tile: its outputs, warps and stages, measured on an H200. None of these moves a bit;
 warps are whole groups of four, see ``kernels.scaled._fp4_pairs``.
 """
-LONG_MEAN = math.inf
-"""From so many rows of an expert on average on, ``long_kernel`` takes both products: same bits."""
-LONG_GATED = (192, 64, 8, 3)
-LONG_DOWN = (192, 128, 8, 3)
-"""Of its tiles: rows at most (160 or 192), outputs, warps and stages."""
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
 
 
@@ -213,11 +207,8 @@ def _experts(
         inner = scaled.quantize(gated.to(x.dtype), "fp8")
     if isinstance(down, KeptWeight):
         found = x.new_empty((tokens * k, width))
-        if tokens * k >= LONG_MEAN * experts:
-            long_product(inner, down, found, sorted_)
-        else:
-            cut = tiles(sorted_.offsets, tokens * k, tile_rows(tokens * k, experts))
-            grouped_product(inner.to(torch.bfloat16), down, found, cut, sorted_.offsets)
+        cut = tiles(sorted_.offsets, tokens * k, tile_rows(tokens * k, experts))
+        grouped_product(inner.to(torch.bfloat16), down, found, cut, sorted_.offsets)
     else:
         found = _grouped(inner, down, sorted_.offsets, None)
     block = min(1024, triton.next_power_of_2(width))
@@ -249,10 +240,6 @@ def _gated(
     """The experts' inner rows [T·k, I], rounded to FP8, by expert."""
     experts, both, width = gate_up.shape
     slots, inner = len(sorted_.order), both // 2
-    if slots >= LONG_MEAN * experts:
-        y = x.new_empty((slots, inner))
-        long_product(x, gate_up, y, sorted_, weights, limit, k)
-        return y
     cut = tiles(sorted_.offsets, slots, tile_rows(slots, experts, 128))
     y = x.new_empty((slots, inner))
     outputs, warps, stages = GATED[cut.rows]
@@ -284,53 +271,6 @@ def _gated(
         **exact(slots),
     )
     return y
-
-
-def long_product(
-    x: Tensor,
-    w: KeptWeight,
-    y: Tensor,
-    sorted_: Sorted,
-    weights: Tensor | None = None,
-    limit: float | None = None,
-    k: int = 1,
-    tile: tuple[int, int, int, int] | None = None,
-) -> None:
-    """What ``grouped_product`` does, or with routing ``weights`` ``_gated``, for many rows of each
-    expert: y [S, N] becomes x [S, K] · w[e]ᵀ, or the inner rows of x [T, K].
-    """
-    gated = weights is not None
-    slots = len(sorted_.order)
-    rows, outputs, warps, stages = tile or (LONG_GATED if gated else LONG_DOWN)
-    cut = tiles(sorted_.offsets, slots, rows)
-    kernels.long_kernel[triton.cdiv(y.shape[1], outputs), len(cut.tile)](
-        x.to(torch.bfloat16),
-        w.words,
-        w.scales,
-        y,
-        cut.tile,
-        sorted_.offsets,
-        sorted_.order,
-        sorted_.order if weights is None else weights,
-        y.shape[1],
-        w.shape[2],
-        w.blocks,
-        x.stride(0),
-        y.stride(0),
-        w.words.stride(0),
-        w.scales.stride(0),
-        0.0 if limit is None else float(limit),
-        PER_SLOT=k,
-        MOST=rows,
-        BN=outputs,
-        KIND=w.kind,
-        GATED=gated,
-        LIMITED=limit is not None,
-        OUT=_OUT[y.dtype],
-        num_warps=warps,
-        num_stages=stages,
-        **exact(slots),
-    )
 
 
 def scaled_moe_block(x: Tensor, image: Tensor | None, params: ScaledMoEParams) -> Tensor:
