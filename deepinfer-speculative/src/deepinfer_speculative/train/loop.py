@@ -13,12 +13,13 @@ import torch
 from deepinfer.errors import ConfigError
 from torch import Tensor
 
-from deepinfer_speculative.train.data import Pool
-from deepinfer_speculative.train.losses import losses
+from deepinfer_speculative.train.data import Batch, Pool
+from deepinfer_speculative.train.losses import Losses, losses
 from deepinfer_speculative.train.network import Network
 
 WARM: Final = 0.04
 CLIP: Final = 1.0
+_TIMED: Final = 40  # steps from which the time of one is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +39,44 @@ class TrainPlan:
 
 
 def timed_steps(network: Network, pool: Pool, head: Tensor, plan: TrainPlan, seconds: float) -> int:
-    """How many steps of this plan take so long; trains ``network``, which is thrown away then."""
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
-    warm, count = 8, 32
-    for step in range(warm + count):
-        if step == warm:
-            _wait(head)
-            began = time.perf_counter()
+    """How many steps of this plan take so long; trains ``network``, which is thrown away then.
+
+    At most a tenth of the time goes into finding out: half of it in steps that are not counted,
+    since the first ones of each shape are slow.
+    """
+    optimizer = _optimizer(network, plan)
+    began = last = time.perf_counter()
+    warm, step = 0, 0
+    while step < warm + _TIMED or not warm:
         batch = pool.batch(step, plan.batch, plan.anchors, plan.seed)
-        found = losses(network, batch, head, min(plan.warm, 1.0))
-        optimizer.zero_grad(set_to_none=True)
-        found.total.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    _wait(head)
-    each = (time.perf_counter() - began) / count
-    return max(1, int((seconds - each * (warm + count)) / each))
+        _step(network, optimizer, batch, head, min(plan.warm, 1.0))
+        _wait(head)
+        step += 1
+        now = time.perf_counter()
+        if not warm and (step == _TIMED or now - began > seconds / 20):
+            warm, last = step, now
+        elif warm and now - last > seconds / 20:
+            break
+    each = (now - last) / (step - warm)
+    return max(1, int((seconds - (now - began)) / each))
+
+
+def _optimizer(network: Network, plan: TrainPlan) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        network.parameters(), lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.0,
+        fused=network.embed.device.type == "cuda",
+    )  # fmt: skip
+
+
+def _step(
+    network: Network, optimizer: torch.optim.Optimizer, batch: Batch, head: Tensor, share: float
+) -> Losses:
+    found = losses(network, batch, head, share)
+    optimizer.zero_grad(set_to_none=True)
+    found.total.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)
+    optimizer.step()
+    return found
 
 
 def _wait(on: Tensor) -> None:
@@ -94,21 +118,14 @@ def train(
     Raises:
         ConfigError: the state belongs to another plan.
     """
-    fused = head.device.type == "cuda"
-    optimizer = torch.optim.AdamW(
-        network.parameters(), lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
-    )
+    optimizer = _optimizer(network, plan)
     begin, history = _resume(network, optimizer, plan, state)
     clock = time.perf_counter()
     for step in range(begin, plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, plan)
         batch = pool.batch(step, plan.batch, plan.anchors, plan.seed)
-        found = losses(network, batch, head, divergence(step, plan))
-        optimizer.zero_grad(set_to_none=True)
-        found.total.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)
-        optimizer.step()
+        found = _step(network, optimizer, batch, head, divergence(step, plan))
         if (step + 1) % max(1, plan.steps // 40) == 0 or step + 1 == plan.steps:
             history.append(_line(step + 1, found, time.perf_counter() - clock))
             tell(" ".join(f"{k}={v:.4g}" for k, v in history[-1].items()))
