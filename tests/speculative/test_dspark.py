@@ -1,8 +1,11 @@
 """DSpark drafts: those of the text by itself, however the engine came to it."""
 
+import json
+
 import pytest
 import torch
 from deepinfer import LLM, SamplingParams
+from deepinfer_speculative.costs import VERSION
 from dspark_rig import BLOCK, Plain, Watched, pair, prompts, trained
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -123,3 +126,25 @@ def test_the_ratio_rule_draws_with_noise_of_its_own(learnt):
     assert sum(out.metrics.accepted for out in outs) > 0
     with engine(target, None, batch_invariant=False) as llm:
         assert ids(llm.generate(prompts(8), GREEDY)) == ids(greedy)
+
+
+def test_drafts_that_nobody_verifies_are_not_made(learnt, monkeypatch, tmp_path):
+    """Where only one draft pays, two are made: one more, to see whether it would."""
+    target, draft, _ = learnt
+    curve = {"sizes": [1, 2, 3, 6], "seconds": [1.0, 1.0, 9.0, 36.0], "tier_limit": 0}
+    costs = tmp_path / "costs.json"
+    free = {"sizes": [1], "seconds": [0.0]}
+    costs.write_text(
+        json.dumps({"version": VERSION, "plain": curve, "verify": curve, "draft": free})
+    )
+    asked = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    with engine(target, None) as llm:
+        alone = ids(llm.generate(prompts(1), asked))
+    watched = Watched(monkeypatch)
+    options = {"model": str(draft), "costs": str(costs)}
+    with LLM(str(target), max_model_len=128, num_threads=1, speculative=options) as llm:
+        outs = llm.generate(prompts(1), asked)
+    assert ids(outs) == alone
+    assert outs[0].metrics.accepted > 0
+    counts = [sum(drafts[2:]) for _, drafts, _ in watched.rounds]
+    assert any(counts[:20]) and len(counts) > 45 and not any(counts[40:])

@@ -21,6 +21,8 @@ def allocate(survival: Tensor, eligible: Tensor, k: int) -> Tensor:
     request.
     """
     rows, gamma = survival.shape
+    if rows == 1:
+        return eligible.clamp(max=k)
     position = torch.arange(gamma, device=survival.device)
     mine = position[None] < eligible[:, None]
     score = torch.nan_to_num(survival, nan=0.0).clamp(min=0.0).cummin(1).values

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from deepinfer.sampling.pipeline import Stages
     from deepinfer.worker.slots import SlotTable
 
+_LAYOUTS = 32  # of the same rows with different drafts, kept at a time
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRows:
@@ -121,7 +123,7 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Builds a step's batch; remembers the last decode layout.
+    """Builds a step's batch; remembers the layouts of the last rows that decode.
 
     Args:
         slots: the slot table.
@@ -139,6 +141,7 @@ class BatchBuilder:
         self._entries = any(group.entry is not None for group in spec.groups)
         self._rows: PlanRows | None = None
         self._layout: TokenLayout | None = None
+        self._drafted: dict[tuple[int, ...], TokenLayout] = {}
 
     def build(self, plan: BatchPlan) -> StepBatch:
         """The batch of a plan that ``slots.apply`` has seen. No host synchronisation."""
@@ -173,11 +176,22 @@ class BatchBuilder:
         if self._rows is None or self._rows.key != key:
             cuts = self._spec.truncation is not None and self._spec.truncation.compact
             self._rows, self._layout = _plan_rows(plan.rows.array, key, self._slots, cuts), None
+            self._drafted.clear()
         return self._rows
 
     def _token_layout(self, plan: BatchPlan, rows: PlanRows, length: Tensor) -> TokenLayout:
         if plan.draft_rows:
-            return self._make_layout(rows, self._allot(plan, rows, length), plan.draft_rows)
+            lengths = self._allot(plan, rows, length)
+            if self._slots.device.type != "cpu":
+                return self._make_layout(rows, lengths, plan.draft_rows)
+            # Looking costs nothing here: no row runs without a draft, and the same few layouts
+            # come again and again.
+            if any(ran := tuple(lengths.tolist())):
+                if ran not in self._drafted:
+                    if len(self._drafted) >= _LAYOUTS:
+                        self._drafted.clear()
+                    self._drafted[ran] = self._make_layout(rows, lengths, sum(ran))
+                return self._drafted[ran]
         if self._layout is None:
             self._layout = self._make_layout(rows, torch.zeros_like(rows.emit_row), 0)
         return self._layout

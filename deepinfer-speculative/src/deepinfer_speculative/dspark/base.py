@@ -6,8 +6,9 @@ A drafter of blocks adds how its context is written and how a block becomes hidd
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from deepinfer.api.sampler import SampleRows
@@ -15,6 +16,7 @@ from deepinfer.api.speculative import Drafts
 from deepinfer.errors import ConfigError
 from deepinfer.sampling.philox import DRAFT, gumbel
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deepinfer_speculative.allocation import SlotSurvival
 from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
     from deepinfer_speculative.dspark.calibrated import Temperatures
     from deepinfer_speculative.dspark.heads import Headed
+
+MEMORY: Final = 32
+"""Steps that "of late" means."""
 
 
 class StateDrafter(ABC):
@@ -145,6 +150,7 @@ class BlockDrafter(StateDrafter):
     ) -> None:
         super().__init__(context, target, context.draft_length(block), temperatures)
         self._model = model
+        self._lengths: deque[int] = deque((self.draft_len,), maxlen=MEMORY)
         self._candidates = take(context.options, "draft_candidates", int, 0, least=0)
         if self._candidates and not model.config.rank:
             raise ConfigError(
@@ -163,6 +169,16 @@ class BlockDrafter(StateDrafter):
     ) -> tuple[Tensor, Tensor]:
         """([R, γ, H] for the vocabulary head, [R, γ, H] for the confidence head), R >= 1."""
 
+    def allot(self, slots: Tensor, eligible: Tensor, k: int) -> Tensor:
+        """The drafts that most likely stand; on a CPU also how many are worth making."""
+        won = super().allot(slots, eligible, k)
+        view = self._slots
+        if won.device.type == "cpu" and len(won) and view is not None:  # looking costs nothing here
+            left = view.limit[slots] - view.length[slots] - 1
+            if int(left.max()) >= self.draft_len:  # else texts end, and that says nothing
+                self._lengths.append(min(int(won.max()) + 1, self.draft_len))
+        return won
+
     def commit(self, taps: StepTaps | None, kept: Tensor) -> None:
         """Context of rows that are text now."""
         if taps is None or not len(kept):
@@ -171,19 +187,29 @@ class BlockDrafter(StateDrafter):
         self.write(taps, torch.where(kept, taps.batch.kv_slots, -1), self._kv)
 
     def propose(self, anchors: Tensor, slots: Tensor) -> Drafts:
-        """int64[R, γ] with calibrated confidences."""
+        """int64[R, γ] with calibrated confidences.
+
+        Heads run for one draft more than any request has verified of late, all others are none.
+        """
         if not len(slots):
             return Drafts(anchors.new_zeros((0, self.draft_len)), None)
         assert self._kv is not None and self._slots is not None, "bind comes first"
-        model, gamma = self._model, self.draft_len
+        model, gamma = self._model, max(self._lengths)
         rows, sure = self.hidden(anchors, slots, self._slots, self._kv)
+        if short := self.draft_len - gamma:
+            rows, sure = rows[:, :gamma].contiguous(), sure[:, :gamma].contiguous()
         base: Tensor = model.head(rows.flatten(0, 1), torch.float32)
         base = base.view(len(slots), gamma, -1)
         picks = self._picks(slots, self._slots)
         ids, embeddings = draft_steps(model, base, anchors, picks, self._candidates)
         z = confidence_logits(model, sure, embeddings)
+        if short:
+            ids, z = pad(ids, (0, short)), None if z is None else pad(z, (0, short))
         confidence = None
         if z is not None:
             confidence = self._temperatures.confidence(z, self._slots.temperature[slots])
+        if short:
+            made = (torch.arange(self.draft_len, device=ids.device) < gamma).float()
+            confidence = made.expand(ids.shape) if confidence is None else confidence * made
         self._survival.put(slots, confidence)
-        return Drafts(ids, confidence)
+        return Drafts(ids, confidence, torch.full_like(anchors, gamma) if short else None)
