@@ -86,7 +86,7 @@ INLINE void tile_run(const tile_args *t, const int type, const int cls, const in
             if (type == T_STRIDED && j < t->fetches)
                 for (int64_t i = t->fetch_from; i < t->fetch_to; i += 64)
                     __builtin_prefetch(t->fetch[j] + i, 0, 2);
-            if (type == T_F32 && mr > 1) {
+            if (type == T_F32 && mr > MR_CLASS[2]) { /* fewer in wide tiles: the processor does */
 #pragma GCC unroll 4
                 for (int v = 0; v < 1 << cls; v++) __builtin_prefetch(ahead + v * pstride);
                 ahead += ahead_step;
