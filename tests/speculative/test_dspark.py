@@ -1,10 +1,12 @@
 """DSpark drafts: those of the text by itself, however the engine came to it."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
 from deepinfer import LLM, SamplingParams
+from deepinfer.api.speculative import DraftChoice
 from deepinfer_speculative.costs import VERSION
 from dspark_rig import BLOCK, Plain, Watched, pair, prompts, trained
 
@@ -148,3 +150,33 @@ def test_drafts_that_nobody_verifies_are_not_made(learnt, monkeypatch, tmp_path)
     assert outs[0].metrics.accepted > 0
     counts = [sum(drafts[2:]) for _, drafts, _ in watched.rounds]
     assert any(counts[:20]) and len(counts) > 45 and not any(counts[40:])
+
+
+class Pausing:
+    """A planner that lets nobody draft for 50 steps."""
+
+    draft_len = BLOCK
+
+    def __init__(self):
+        self.steps, self.drafts = 0, False
+
+    def choose(self, facts):
+        self.steps += 1
+        there, self.drafts = self.drafts, not 10 <= self.steps < 60
+        rows = sum(min(r.most_drafts, BLOCK) for r in facts.decoding)
+        return DraftChoice(min(rows, facts.room) if there else 0, propose=self.drafts)
+
+    def observe(self, landed):
+        pass
+
+
+def test_drafts_after_a_pause_know_the_text_between(drafted, monkeypatch):
+    target, draft = drafted
+    watched = Watched(monkeypatch)
+    asked = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with engine(target, draft) as llm:
+        llm.assembly.engine.scheduler.planner = Pausing()
+        llm.generate(prompts(2), asked)
+    lengths = sorted({len(text) for text, _, _ in watched.rounds})
+    assert max(b - a for a, b in pairwise(lengths)) > 30
+    agree(watched.rounds, Plain(target, draft))

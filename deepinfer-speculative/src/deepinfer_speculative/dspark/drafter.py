@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from deepinfer.api.kv import KVGroup, KVSpec
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from deepinfer.api.model import KVPools, Model
     from deepinfer.api.speculative import DrafterContext, DrafterTarget, SlotView, StepTaps
     from deepinfer.models.checkpoint import Checkpoint
+
+MANY: Final = 32
+"""Rows of context that are made at once, at least, where no draft asks for them."""
+_Rows = tuple[dict[int, Tensor], Tensor, Tensor]  # by tapped layer, positions, slots
 
 
 class DSparkDrafter(BlockDrafter):
@@ -57,6 +61,7 @@ class DSparkDrafter(BlockDrafter):
             torch.zeros(size, dtype=target.dtype, device=target.device),
         )
         self._blocks: tuple[int, Any, Tensor] | None = None
+        self._waiting: list[_Rows] = []
 
     @classmethod
     def needs(cls, context: DrafterContext) -> DraftNeeds:
@@ -81,19 +86,33 @@ class DSparkDrafter(BlockDrafter):
         )
 
     def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
-        """Keys and values of the draft's layers, from the target's hidden rows."""
+        """Keys and values of the draft's layers, from the target's hidden rows.
+
+        On a CPU, rows that are no text cost nothing, and the others wait until a draft reads them
+        or there are many: while nobody drafts, weights are read once for all of these.
+        """
         hidden, positions = taps.hidden, taps.batch.positions
-        if slots.device.type == "cpu" and bool((slots < 0).any()):  # looking costs nothing here
-            text = (slots >= 0).nonzero().flatten()
-            hidden = {layer: rows[text] for layer, rows in hidden.items()}
-            positions, slots = positions[text], slots[text]
-        if len(slots):
+        if slots.device.type != "cpu":
             self._backbone.write(hidden, positions, slots, kv)
+            return
+        text = (slots >= 0).nonzero().flatten()
+        rows = {layer: hidden[layer][text] for layer in self.taps}
+        self._waiting.append((rows, positions[text], slots[text]))
+        if sum(len(slots) for _, _, slots in self._waiting) >= MANY:
+            self._write_waiting(kv)
+
+    def _write_waiting(self, kv: KVPools) -> None:
+        """In the order of steps: of two rows for one place the later one stands."""
+        waiting, self._waiting = self._waiting, []
+        for rows, positions, slots in waiting if len(waiting) == 1 else _joined(waiting):
+            if len(slots):
+                self._backbone.write(rows, positions, slots, kv)
 
     def hidden(
         self, anchors: Tensor, slots: Tensor, view: SlotView, kv: KVPools
     ) -> tuple[Tensor, Tensor]:
         """Both heads read the rows behind the final norm."""
+        self._write_waiting(kv)
         block = self.config.block
         ids = anchors[:, None].repeat(1, block)
         ids[:, 1:] = self.config.mask_token
@@ -131,6 +150,15 @@ class DSparkDrafter(BlockDrafter):
         written = (mine[:, :1] * self._page_size + place).flatten()
         self._blocks = count, plan, written
         return plan, written
+
+
+def _joined(waiting: list[_Rows]) -> list[_Rows]:
+    """All as one, or as they are where one place comes twice."""
+    slots = torch.cat([mine for _, _, mine in waiting]) if waiting else None
+    if slots is None or len(set(slots.tolist())) < len(slots):
+        return waiting
+    rows = {layer: torch.cat([mine[layer] for mine, _, _ in waiting]) for layer in waiting[0][0]}
+    return [(rows, torch.cat([places for _, places, _ in waiting]), slots)]
 
 
 def _folder(context: DrafterContext) -> str:
