@@ -23,13 +23,12 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepinfer import LLM, SamplingParams
-from deepinfer.api.specs import SpeculatorSpec
 from deepinfer.testing.speculation import WatchingPlanner
 from deepinfer_speculative.train.answers import held_out, read_prompts
 
@@ -97,7 +96,7 @@ def _open(args: argparse.Namespace, name: str, seqs: int) -> LLM:
     speculative: dict[str, Any] | None = None
     barred: list[str] = []
     if name == "none":
-        barred = speculators()
+        barred = ["deepinfer-speculative"]
     elif name != OFF:
         mode, _, length = name.partition("-")
         speculative = {"model": args.draft, "mode": "off" if mode == "off:mode" else mode}
@@ -108,17 +107,6 @@ def _open(args: argparse.Namespace, name: str, seqs: int) -> LLM:
         num_threads=args.threads, kv_cache_memory=args.kv, speculative=speculative,
         disable_plugins=barred, batch_invariant=args.device == "cuda", **more,
     )  # fmt: skip
-
-
-def speculators() -> list[str]:
-    """Names of all that is installed."""
-    specs = [
-        spec
-        for entry in entry_points(group="deepinfer.v1")
-        if entry.name == "speculative"
-        for spec in entry.load().deepinfer_provide()
-    ]
-    return [spec.name for spec in specs if isinstance(spec, SpeculatorSpec)]
 
 
 def turns(names: Sequence[str], until: float, least: int) -> Iterator[tuple[int, list[str]]]:
