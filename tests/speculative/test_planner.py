@@ -268,6 +268,30 @@ def test_time_is_compared_with_the_table():
     pace.landed(999, 5.0)
 
 
+def test_answers_that_were_taken_late_say_nothing_of_the_device():
+    """The last step of a load is taken when the next load comes: seconds later."""
+    pace, now = Pace(), 0.0
+    for step in range(1, 60):
+        pace.expect(step, now, 0.01, False)
+        now += 8.0 if step % 9 == 0 else 0.012
+        pace.landed(step, now)
+    assert pace.ratio[False] == pytest.approx(1.2, rel=0.01)
+
+
+def test_a_pause_costs_the_planner_next_to_nothing(tmp_path):
+    planner = Planner(context(tmp_path, Device(row=1.0)))
+    ranks = []
+    usual = planner._outlook.usual
+    planner._outlook.usual = lambda n: ranks.append(n) or usual(n)
+    choices = [planner.choose(facts([View(1), View(2)])) for _ in range(200)]
+    assert not any(c.rows or c.propose for c in choices[-8:]), "rows are dear: it pauses"
+    ranks.clear()
+    quiet = [planner.choose(facts([View(1), View(2)])) for _ in range(24)]
+    assert not any(c.rows or c.propose for c in quiet) and len(ranks) <= 6
+    planner.choose(facts([View(n) for n in range(8)]))
+    assert ranks[-1] == 8, "another load is looked at at once"
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

@@ -61,6 +61,10 @@ class Outlook:
         for i in np.flatnonzero(emitted).tolist():
             self._blocks.setdefault(landed.generations[i], deque(maxlen=2)).append(said[i])
 
+    def clear(self) -> None:
+        """Nothing is drafted now, so nothing is known of any request when it is again."""
+        self._blocks.clear()
+
     def _learn(self, landed: DraftsLanded, verified: NDArray[np.int32]) -> None:
         """The newest block of each request is the one whose drafts this step ran."""
         position = np.arange(self.gamma)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from typing import Final
 
-FOLLOW: Final = 0.1
-"""Weight of a new step in the running ratio."""
+RECENT: Final = 15
+"""Steps of which a ratio is the median: an answer may be taken late (the host was busy, or nobody
+asked for the last step of a load), and that says nothing of the device.
+"""
 LONGEST: Final = 64
 """Steps that may be on their way; more were given up."""
 STALE: Final = 32
@@ -23,7 +27,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.ratio = {True: 1.0, False: 1.0}
-        self._counts = {True: 0, False: 0}
+        self._took = {kind: deque[float](maxlen=RECENT) for kind in (True, False)}
         self._ages = {True: 0, False: 0}
         self._open: dict[int, tuple[bool, float, float]] = {}
         self._last = 0.0
@@ -43,14 +47,14 @@ class Pace:
             return
         drafting, seconds, planned = expected
         took = now - max(began, planned)
-        old = self.ratio[drafting]
-        new = min(max(took / seconds, 0.25 * old), 4.0 * old)
-        self._counts[drafting] += 1
-        weight = max(FOLLOW, 1.0 / (1 + self._counts[drafting]))
-        self.ratio[drafting] = old + weight * (new - old)
+        old, recent = self.ratio[drafting], self._took[drafting]
+        recent.append(took / seconds)
+        self.ratio[drafting] = statistics.median(recent)
         other = not drafting
         self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
-        if not self._counts[other]:
+        if not self._took[other]:
             self.ratio[other] = self.ratio[drafting]  # the best guess until it is seen
         elif self._ages[other] > STALE:
             self.ratio[other] *= self.ratio[drafting] / old
+            self._took[other].clear()  # of another time
+            self._took[other].append(self.ratio[other])

@@ -46,6 +46,8 @@ WORTH: Final = 0.99
 methods come in bursts, and looking for them costs little."""
 MEMORY: Final = 8
 """Steps that "of late" means."""
+LOOK: Final = 8
+"""While it pauses, a planner looks only every so many steps: on a CPU its time is the model's."""
 
 
 class Planner:
@@ -82,6 +84,8 @@ class Planner:
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """K, and whether to draft behind the step."""
+        if self._sleeps(facts):
+            return self._plain(facts)
         most = np.array([r.most_drafts for r in facts.decoding], np.int64)
         eligible = np.clip(most, 0, self.draft_len)
         self._outlook.forget(facts.decoding)
@@ -98,7 +102,10 @@ class Planner:
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
         self._pace.landed(landed.out.step, landed.now)
-        self._outlook.observe(landed)
+        if self._paused:
+            self._outlook.clear()
+        else:
+            self._outlook.observe(landed)
 
     def report(self) -> dict[str, float]:
         """Counters, the running ratios of measured to predicted time, and the state."""
@@ -109,6 +116,31 @@ class Planner:
             "time_ratio_drafting": ratio[True],
             "time_ratio_plain": ratio[False],
         }
+
+    @property
+    def _paused(self) -> bool:
+        """Adaptive, and neither is anything drafted nor was it before the last step."""
+        return self._mode == "adaptive" and not (self._drafting or self._proposed)
+
+    def _sleeps(self, facts: DraftFacts) -> bool:
+        """A step of a pause in which there is nothing to decide."""
+        requests = len(facts.decoding) + facts.emitting
+        due = self._since % LOOK == 0 or self._changed(requests)
+        return self._paused and self._table is not None and not due
+
+    def _plain(self, facts: DraftFacts) -> DraftChoice:
+        """A step without drafts."""
+        assert self._table is not None
+        self._since += 1
+        self.counts["steps"] += 1
+        self.counts["steps_without_drafting"] += 1
+        if not facts.prefill_tokens:
+            seconds = float(self._table.plain(np.array(len(facts.decoding))))
+            self._pace.expect(facts.step, facts.now, seconds, False)
+        return DraftChoice(0, propose=False)
+
+    def _changed(self, requests: int) -> bool:
+        return abs(requests - self._load) > 0.25 * self._load
 
     def _choose(
         self, facts: DraftFacts, eligible: NDArray[np.int64], everything: int
@@ -167,11 +199,12 @@ class Planner:
         if not self._begun:  # nothing is known of the drafts yet: usual ones must promise something
             self._begun = True
             self._drafting = on > off
-        changed = abs(requests - self._load) > 0.25 * self._load
+        changed = self._changed(requests)
         if changed:
             self._wait, self._load, self._edges = FIRST_WAIT, requests, 0
         if self._drafting:
-            if self._trial:
+            over = changed and on < WORTH * off  # tried at another load: no reason to go on
+            if self._trial and not over:
                 self._trial -= 1
                 return True  # what was expected before anything was seen is no measure
             self._edges += 1
