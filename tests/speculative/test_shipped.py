@@ -58,7 +58,7 @@ def test_the_demo_draft_is_whole_and_light():
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (a handle, not a mapping)
+            for name in tensors.keys():
                 found[name] = tensors.get_tensor(name)
     wanted = shapes_of(raw)
     assert {name: tuple(t.shape) for name, t in found.items()} == {
