@@ -112,7 +112,8 @@ def test_a_state_group_without_an_entry_is_refused():
         KVPool(spec, 1, 4, torch.float32, CPU)
 
 
-def test_the_batch_of_a_mixed_step(naive):
+@pytest.mark.parametrize("looks", [True, False])
+def test_the_batch_of_a_mixed_step(naive, looks):
     """A chunk that replays two positions, a decode row, a dead row and a draft that cannot run."""
     slots = SlotTable(SlotShape(slots=3, max_len=10, page_size=4, vocab_size=50, draft_len=1), CPU)
     rows = [[0, 1, 4, 1, 2], [1, -1, 2, 1, 0], [2, -1, 2, 1, 0]]
@@ -127,13 +128,18 @@ def test_the_batch_of_a_mixed_step(naive):
     slots.apply(step)
     slots.length[2] = 3  # the device knows that it has ended
     slots.set_drafts(torch.tensor([1, 2]), torch.tensor([[33], [34]]))
-    built = BatchBuilder(slots, naive.ops, Quiet(1, 0.0), naive.spec).build(step)
+    builder = BatchBuilder(slots, naive.ops, Quiet(1, 0.0), naive.spec)
+    builder.looks = looks
+    built = builder.build(step)
     batch = built.batch
-    # Four tokens of the chunk, anchor and draft, the dead row's place, one of padding.
-    assert batch.row_of_token.tolist() == [0, 0, 0, 0, 1, 1, 2, -1]
+    # Four tokens of the chunk, anchor and draft, the dead row's place, one of padding where the
+    # host does not look.
+    padding = [] if looks else [-1]
+    assert batch.row_of_token.tolist() == [0, 0, 0, 0, 1, 1, 2, *padding]
     assert batch.positions.tolist()[:7] == [1, 2, 3, 4, 2, 3, 2]
     assert batch.ids.tolist()[:6] == [2, 3, 4, 5, 8, 33]
-    assert batch.kv_slots.tolist() == [-1, -1, 5 * 4 + 3, 6 * 4, 7 * 4 + 2, 7 * 4 + 3, -1, -1]
+    places = [-1, -1, 5 * 4 + 3, 6 * 4, 7 * 4 + 2, 7 * 4 + 3, -1, *padding]
+    assert batch.kv_slots.tolist() == places
     assert batch.logit_rows.tolist()[:4] == [3, 4, 5, 6]
     assert built.layout.grid.tolist() == [[0, -1], [1, 2], [3, -1]]
     assert built.lines.sample.position.tolist()[:4] == [5, 3, 4, 3]
@@ -191,7 +197,9 @@ def test_nothing_waits_for_the_device(naive, monkeypatch, gamma):
         {"temperature": 0.5, "logprobs": 2, "prompt_logprobs": 1, "bad_words": ((3, 4, 5),)},
     ]
     drafter = Quiet(2, 0.0) if gamma else None
-    desk = Desk(make_runner(naive, slots=len(everything), drafter=drafter), gamma=gamma)
+    runner = make_runner(naive, slots=len(everything), drafter=drafter)
+    runner._batches.looks = False  # as on any device but the host's own
+    desk = Desk(runner, gamma=gamma)
     requests = [
         Req(prompt(i, 6), 14, params=p, allowed=(lambda text: range(300)) if i == 1 else None)
         for i, p in enumerate(everything)

@@ -130,6 +130,10 @@ class BatchBuilder:
         ops: serves ``expand_rows`` and ``plan_attention``.
         drafter: splits a step's draft rows among requests.
         spec: the model's KV: what of a batch it reads.
+
+    Attributes:
+        looks: whether the host may read how a step's drafts were split, which costs nothing on a
+            CPU. Else as many rows run as the plan allows, drafts or none.
     """
 
     def __init__(self, slots: SlotTable, ops: OpSet, drafter: Drafter, spec: KVSpec) -> None:
@@ -142,6 +146,7 @@ class BatchBuilder:
         self._rows: PlanRows | None = None
         self._layout: TokenLayout | None = None
         self._drafted: dict[tuple[int, ...], TokenLayout] = {}
+        self.looks = slots.device.type == "cpu"
 
     def build(self, plan: BatchPlan) -> StepBatch:
         """The batch of a plan that ``slots.apply`` has seen. No host synchronisation."""
@@ -182,10 +187,9 @@ class BatchBuilder:
     def _token_layout(self, plan: BatchPlan, rows: PlanRows, length: Tensor) -> TokenLayout:
         if plan.draft_rows:
             lengths = self._allot(plan, rows, length)
-            if self._slots.device.type != "cpu":
+            if not self.looks:
                 return self._make_layout(rows, lengths, plan.draft_rows)
-            # Looking costs nothing here: no row runs without a draft, and the same few layouts
-            # come again and again.
+            # No row runs without a draft, and the same few layouts come again and again.
             if any(ran := tuple(lengths.tolist())):
                 if ran not in self._drafted:
                     if len(self._drafted) >= _LAYOUTS:
