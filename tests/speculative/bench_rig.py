@@ -364,3 +364,24 @@ def crowded(model, number, requests, **settings):
     )
     bench.executor._host.runner._batches.looks = number % 2 == 0
     return bench
+
+
+def same_texts(model, drafter, dtype, numbers):
+    """Random loads without and with a drafter; every text, score and end is the same, some drafts
+    stand and somebody is preempted.
+    """
+    accepted = preempted = 0
+    with Bench(model, dtype=dtype, enable_prefix_caching=False) as plain:
+        for number in numbers:
+            requests = requests_of(number)
+            right = plain.run(requests)
+            with crowded(model, number, requests, drafter=drafter, dtype=dtype) as speculating:
+                got = speculating.run(requests, arrivals=number)
+            for request in requests:
+                name = request.id
+                if right[name][2] == "error":
+                    assert got[name][2] == "error", (number, name)
+                assert got[name][:3] == right[name][:3], (number, name)
+                accepted += got[name][3].accepted
+                preempted += got[name][3].preemptions
+    assert accepted > len(numbers) // 8 and preempted > 0

@@ -66,9 +66,9 @@ def trained(folder, steps=150):
 class Watched:
     """Every round of a drafter: texts, drafts and confidences as the engine had them."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, kind=BlockDrafter):
         self.rounds = []
-        right = BlockDrafter.propose
+        right = kind.propose
 
         def propose(drafter, anchors, slots):
             drafts = right(drafter, anchors, slots)
@@ -83,7 +83,7 @@ class Watched:
                 self.rounds.append((text, drafts.ids[row].tolist(), sure))
             return drafts
 
-        monkeypatch.setattr(BlockDrafter, "propose", propose)
+        monkeypatch.setattr(kind, "propose", propose)
 
 
 class Plain:

@@ -16,7 +16,6 @@ from deepinfer.models.source import resolve
 from deepinfer.testing.tiny import write_tiny_checkpoint
 from deepinfer_speculative.dspark.save import save_draft
 from deepinfer_speculative.eagle3.config import read_config
-from deepinfer_speculative.eagle3.drafter import Eagle3Drafter
 from deepinfer_speculative.eagle3.save import head_config, vocabulary, write_random_head
 from deepinfer_speculative.train.target import Target, rms_norm, rotate
 
@@ -111,28 +110,6 @@ class Plain:
                 out = rms_norm(out, self.w("norm"), self.config.shape.eps)
             states, tokens = torch.cat((states, out), 1), [*tokens, draft]
         return torch.stack(found)
-
-
-class Watched:
-    """Every round of a drafter: texts, drafts and confidences as the engine had them."""
-
-    def __init__(self, monkeypatch):
-        self.rounds = []
-        right = Eagle3Drafter.propose
-
-        def propose(drafter, anchors, slots):
-            drafts = right(drafter, anchors, slots)
-            view = drafter._slots
-            for row, slot in enumerate(slots.tolist()):
-                length = int(view.length[slot])
-                if length >= int(view.limit[slot]):
-                    continue  # ended: its pages may be somebody else's
-                text = view.tokens[slot, :length].tolist()
-                sure = drafts.confidence[row].clone()
-                self.rounds.append((text, drafts.ids[row].tolist(), sure))
-            return drafts
-
-        monkeypatch.setattr(Eagle3Drafter, "propose", propose)
 
 
 def agree(rounds, plain):

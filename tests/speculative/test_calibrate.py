@@ -18,8 +18,10 @@ from deepinfer.testing.calibration import calibrate as run
 from deepinfer.testing.tiny import write_tiny_checkpoint
 from deepinfer_speculative.calibrate import calibrate, log_odds
 from deepinfer_speculative.dspark.calibrated import Temperatures, read_table
+from deepinfer_speculative.eagle3.drafter import Eagle3Drafter
+from dspark_rig import Watched
 from dspark_rig import pair as dspark_pair
-from eagle3_rig import Watched, prompts, trained
+from eagle3_rig import prompts, trained
 
 CARRIED = Path(__file__).parents[1] / "data" / "deepseek-v41" / "a"
 
@@ -81,7 +83,7 @@ def test_the_command_writes_beside_the_weights_and_the_drafter_reads_it(
 
 
 def confidences(target, head, monkeypatch, **options):
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, Eagle3Drafter)
     given = {"model": str(head), "mode": "static", **options}
     with LLM(str(target), max_model_len=64, num_threads=1, speculative=given) as llm:
         llm.generate(prompts(3), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
@@ -110,7 +112,7 @@ def test_a_file_elsewhere_keeps_what_it_says_of_the_other_rule(asked, lines, lea
 def test_rounds_are_those_of_the_engine(learnt, monkeypatch):
     """Confidence of each round, and what stood of it, against the drafter watched from within."""
     target, head = learnt
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, Eagle3Drafter)
     given = {}
 
     def keep(context):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from deepinfer import LLM, SamplingParams
-from eagle3_rig import Plain, Watched, agree, pair, prompts, trained
+from deepinfer_speculative.eagle3.drafter import Eagle3Drafter
+from dspark_rig import Watched
+from eagle3_rig import Plain, agree, pair, prompts, trained
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
@@ -35,7 +37,7 @@ def ids(outputs):
 def test_drafts_are_those_of_plain_torch(kind, tmp_path, monkeypatch):
     family = kind if kind in ("llama3", "qwen3") else "llama"
     target, head = pair(tmp_path, family, **KINDS[kind])
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, Eagle3Drafter)
     with engine(target, head) as llm:
         llm.generate([*prompts(5), [7]], GREEDY)
     assert {len(drafts) for _, drafts, _ in watched.rounds} == {3}
@@ -46,7 +48,7 @@ def test_drafts_are_those_of_plain_torch(kind, tmp_path, monkeypatch):
 def test_any_length_is_drafted(length, tmp_path, monkeypatch):
     """More than a page of four holds, too."""
     target, head = pair(tmp_path)
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, Eagle3Drafter)
     options = {"model": str(head), "mode": "static", "num_speculative_tokens": length}
     with LLM(str(target), max_model_len=64, page_size=4, speculative=options) as llm:
         llm.generate(prompts(2), GREEDY)
@@ -57,7 +59,7 @@ def test_any_length_is_drafted(length, tmp_path, monkeypatch):
 def test_chunks_hits_and_preemption_leave_the_same_drafts(learnt, monkeypatch):
     """Whatever wrote the context, drafts are those of the text; and some of them stand."""
     target, head, _ = learnt
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, Eagle3Drafter)
     shared = prompts(1, seed=9, length=40)[0] * 4
     asked = [[*shared, *tail] for tail in prompts(6, seed=3)]
     with engine(target, head, max_num_batched_tokens=16, kv_cache_memory=160 << 10) as llm:
@@ -122,7 +124,7 @@ def test_the_ratio_rule_draws_with_noise_of_its_own(learnt):
 def test_ids_outside_the_draft_vocabulary_are_never_drafted(tmp_path, monkeypatch):
     target, head = pair(tmp_path, vocab=20)
     allowed = set(Plain(target, head).ids.tolist())
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, Eagle3Drafter)
     with engine(target, head) as llm:
         llm.generate(prompts(4), [GREEDY, HOT, GREEDY, HOT])
     drafted = {draft for _, drafts, _ in watched.rounds for draft in drafts}

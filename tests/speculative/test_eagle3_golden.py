@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from deepinfer import LLM, SamplingParams
+from deepinfer_speculative.eagle3.drafter import Eagle3Drafter
+from dspark_rig import Watched
 from eagle3_golden import KINDS, TEXTS, written
-from eagle3_rig import Plain, Watched
+from eagle3_rig import Plain
 from safetensors.torch import load_file
 
 GOLDEN = load_file(Path(__file__).parents[1] / "data" / "eagle3" / "golden.safetensors")
@@ -27,7 +29,7 @@ def kind(request, tmp_path_factory):
 def test_the_engine_drafts_what_was_recorded(kind, number, monkeypatch):
     name, target, head = kind
     text, logits = TEXTS[number], GOLDEN[f"{name}.{number}.logits"]
-    watched = Watched(monkeypatch)
+    watched = Watched(monkeypatch, Eagle3Drafter)
     options = {"model": str(head), "mode": "static"}
     # The text's last token is the one that is drawn: drafts are made behind it.
     last = SamplingParams(

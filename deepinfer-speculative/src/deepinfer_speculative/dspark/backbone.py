@@ -22,22 +22,23 @@ if TYPE_CHECKING:
     from deepinfer_speculative.dspark.config import DSparkConfig
 
 
-class BlockRows(NamedTuple):
-    """What the layers read of a step's R blocks of B rows each; T = R·B.
+class DraftRows(NamedTuple):
+    """What layers of a draft read of a step's T rows, of whole blocks or of one place of chains.
 
-    ``positions`` int64[T]; ``context`` and ``block``: attention plans in which every row is a
-    request of its own; ``slots`` int64[T]: where the block's keys go in ``scratch``.
+    ``positions`` int64[T]; ``context`` and ``own``: attention plans in which every row is a request
+    of its own, over the target's pages and over ``scratch``, where the drafts' own keys lie;
+    ``slots`` int64[T]: where these rows' go there.
     """
 
     positions: Tensor
     context: Any
-    block: Any
+    own: Any
     slots: Tensor
     scratch: tuple[Tensor, Tensor]
 
 
-class DSparkLayer:
-    """One decoder layer with two sources of keys."""
+class DraftLayer:
+    """A decoder layer with two sources of keys: the context, and drafts."""
 
     def __init__(self, shape: LlamaConfig, ops: Any) -> None:
         self.ops, self.shape = ops, shape
@@ -48,55 +49,73 @@ class DSparkLayer:
         self.k_norm = RMSNorm(ops, shape.eps) if shape.qk_norm else None
 
     def keys(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T, H] to turned keys and raw values, each [T, HKV, D]."""
+        """Rows as the projections read them to turned keys and raw values, each [T, HKV, D]."""
         heads = self.shape.kv_heads
         rows = self.kv(x).view(len(x), 2 * heads, self.shape.head_dim)
         k = rows[:, :heads]
         k = k if self.k_norm is None else self.k_norm(k)
         return self.ops.rope(k, positions, cos_sin), rows[:, heads:]
 
-    def __call__(
+    def joined(self, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor]) -> Tensor:
+        """Attention over both sources, float32[T, HQ, D], from (o, lse) of each."""
+        return merge(*far, *near)
+
+    def behind_norms(
         self,
         x: Tensor,
-        residual: Tensor | None,
-        rows: BlockRows,
+        residual: Tensor,
+        rows: DraftRows,
         kv: tuple[Tensor, Tensor],
         cos_sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Rows [T, H] and their residual; returns the next pair."""
+        """Rows as the projections read them and the residual [T, H]; returns rows [T, H] and the
+        next residual.
+        """
         ops, shape = self.ops, self.shape
-        if residual is None:
-            x, residual = self.input_norm(x), x
-        else:
-            x, residual = self.input_norm.add(x, residual)
         q = self.q(x).view(len(x), shape.heads, shape.head_dim)
         q = q if self.q_norm is None else self.q_norm(q)
         q = ops.rope(q, rows.positions, cos_sin)
         ops.kv_write(*self.keys(x, rows.positions, cos_sin), *rows.scratch, rows.slots)
         scale = shape.head_dim**-0.5
         far = ops.attention(q, *kv, rows.context, scale)
-        near = ops.attention(q, *rows.scratch, rows.block, scale)
-        x = self.o(merge(*far, *near).to(x.dtype).flatten(1))
+        near = ops.attention(q, *rows.scratch, rows.own, scale)
+        x = self.o(self.joined(far, near).to(x.dtype).flatten(1))
         y, total = ops.mlp_block(
             x, residual, self.post.weight, self.post.eps, self.gate_up.weight, self.down.weight
         )
         return y, total
 
 
-class Backbone:
-    """Embedding, context projection, layers, final norm and head.
+class DSparkLayer(DraftLayer):
+    """One layer of a block."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rows: DraftRows,
+        kv: tuple[Tensor, Tensor],
+        cos_sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Rows [T, H] and their residual; returns the next pair."""
+        if residual is None:
+            x, residual = self.input_norm(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        return self.behind_norms(x, residual, rows, kv, cos_sin)
+
+
+class DraftModel:
+    """What drafts from hidden states have around their layers.
 
     ``embed`` and ``head`` have no weight until :meth:`share` where the checkpoint has none.
     """
 
-    def __init__(self, config: DSparkConfig, ops: Any, length: int) -> None:
-        """``length``: positions that blocks can have."""
-        shape = config.shape
-        self.ops, self.config = ops, config
+    def __init__(self, shape: LlamaConfig, ops: Any, length: int) -> None:
+        """``length``: positions that drafts can have."""
+        self.ops = ops
         self.embed, self.head, self.fc = Linear(ops), Linear(ops), Linear(ops)
-        self.hidden_norm, self.norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
-        self.layers = [DSparkLayer(shape, ops) for _ in range(shape.layers)]
-        self.w1, self.w2, self.sure = Linear(ops), Linear(ops), Linear(ops)
+        self.norm = RMSNorm(ops, shape.eps)
         device = None if ops.context is None else ops.context.device
         self.cos_sin = rotary_table(shape.rope, length, device)
         self.dtype = None if ops.context is None else ops.context.activation_dtype
@@ -112,6 +131,23 @@ class Backbone:
         if self.head.weight is None:
             self.head = target.head
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """ids int64[T] to rows [T, H] in the activations' type."""
+        x: Tensor = self.ops.embedding(ids, self.embed.weight)
+        return x if self.dtype is None else x.to(self.dtype)
+
+
+class Backbone(DraftModel):
+    """Embedding, context projection, layers, final norm and heads."""
+
+    def __init__(self, config: DSparkConfig, ops: Any, length: int) -> None:
+        """``length``: positions that blocks can have."""
+        super().__init__(config.shape, ops, length)
+        self.config = config
+        self.hidden_norm = RMSNorm(ops, config.shape.eps)
+        self.layers = [DSparkLayer(config.shape, ops) for _ in range(config.shape.layers)]
+        self.w1, self.w2, self.sure = Linear(ops), Linear(ops), Linear(ops)
+
     def write(
         self, hidden: Mapping[int, Tensor], positions: Tensor, slots: Tensor, kv: KVPools
     ) -> None:
@@ -125,10 +161,9 @@ class Backbone:
             k, v = layer.keys(x, positions, self.cos_sin)
             self.ops.kv_write(k, v, *kv.layer(index), slots)
 
-    def block(self, ids: Tensor, rows: BlockRows, kv: KVPools) -> Tensor:
+    def block(self, ids: Tensor, rows: DraftRows, kv: KVPools) -> Tensor:
         """ids int64[T] to rows [T, H] behind the final norm."""
-        x: Tensor = self.ops.embedding(ids, self.embed.weight)
-        x = x if self.dtype is None else x.to(self.dtype)
+        x = self.embedded(ids)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, rows, kv.layer(index), self.cos_sin)

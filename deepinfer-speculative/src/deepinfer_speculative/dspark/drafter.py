@@ -16,7 +16,7 @@ from deepinfer.models.weights import LoadPlan, load_weights, weight_bytes
 from deepinfer.ops.backend import build_ops
 from torch import Tensor
 
-from deepinfer_speculative.dspark.backbone import Backbone, BlockRows
+from deepinfer_speculative.dspark.backbone import Backbone, DraftRows
 from deepinfer_speculative.dspark.base import BlockDrafter
 from deepinfer_speculative.dspark.calibrated import Temperatures
 from deepinfer_speculative.dspark.config import DSparkConfig, check_target, read_config
@@ -120,7 +120,7 @@ class DSparkDrafter(BlockDrafter):
         out = out.view(len(slots), block, -1)[:, : self.draft_len].contiguous()
         return out, out
 
-    def _rows(self, slots: Tensor, view: SlotView) -> BlockRows:
+    def _rows(self, slots: Tensor, view: SlotView) -> DraftRows:
         """Positions and attention of the blocks behind these texts."""
         block, ops, size = self.config.block, self._backbone.ops, self._page_size
         start = (view.length[slots] - 1).clamp(min=0)
@@ -129,10 +129,10 @@ class DSparkDrafter(BlockDrafter):
         length = start.repeat_interleave(block, 0)
         rows = torch.arange(len(length) + 1, dtype=torch.int32, device=slots.device)
         plan, written = self._block_plan(len(slots), rows)
-        return BlockRows(
+        return DraftRows(
             positions=(start[:, None] + place).flatten(),
             context=ops.plan_attention(table, length, rows, size),
-            block=plan,
+            own=plan,
             slots=written,
             scratch=self._scratch,
         )

@@ -15,10 +15,11 @@ from deepinfer.models.source import resolve
 from deepinfer.models.weights import LoadPlan, load_weights, weight_bytes
 from torch import Tensor
 
+from deepinfer_speculative.dspark.backbone import DraftRows
 from deepinfer_speculative.dspark.base import StateDrafter
 from deepinfer_speculative.dspark.calibrated import Temperatures
 from deepinfer_speculative.eagle3.config import Eagle3Config, read_config
-from deepinfer_speculative.eagle3.head import DraftRows, Eagle3Head
+from deepinfer_speculative.eagle3.head import Eagle3Head
 from deepinfer_speculative.eagle3.weights import TABLES, layer_name, read_targets, weight_rules
 
 if TYPE_CHECKING:

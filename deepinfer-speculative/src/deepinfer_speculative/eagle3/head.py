@@ -10,11 +10,13 @@ and value are zeros, and :func:`join` takes what they add to a softmax away agai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from deepinfer.layers import Linear, RMSNorm, assign, rotary_table
+from deepinfer.layers import RMSNorm
 from torch import Tensor
+
+from deepinfer_speculative.dspark.backbone import DraftLayer, DraftModel, DraftRows
 
 if TYPE_CHECKING:
     from deepinfer_speculative.eagle3.config import Eagle3Config
@@ -22,94 +24,35 @@ if TYPE_CHECKING:
 Pages = tuple[Tensor, Tensor]
 
 
-class DraftRows(NamedTuple):
-    """What the layer reads of R drafts at one place of their chains.
-
-    ``positions`` int64[R]; ``context``: attention plan over the pages, all before the anchor;
-    ``chain``: the same over ``scratch``, where the chain's own keys lie; ``slots`` int64[R]: where
-    this one's goes there.
-    """
-
-    positions: Tensor
-    context: Any
-    chain: Any
-    slots: Tensor
-    scratch: Pages
-
-
-class PairLayer:
+class PairLayer(DraftLayer):
     """A decoder layer that reads pairs."""
 
     def __init__(self, config: Eagle3Config, ops: Any) -> None:
-        shape = config.shape
-        self.ops, self.config = ops, config
-        self.input_norm, self.hidden_norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
-        self.q, self.kv, self.o = Linear(ops), Linear(ops), Linear(ops)
-        self.q_norm = RMSNorm(ops, shape.eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(ops, shape.eps) if shape.qk_norm else None
-        self.post = RMSNorm(ops, shape.eps)
-        self.gate_up, self.down = Linear(ops), Linear(ops)
+        super().__init__(config.shape, ops)
+        self.config = config
+        self.hidden_norm = RMSNorm(ops, config.shape.eps)
 
-    def joined(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def pairs(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Pairs as the projections read them [T, 2H], and the residual [T, H]."""
         normed = self.hidden_norm(states)
         residual = normed if self.config.norm_before_residual else states
         return torch.cat((self.input_norm(embedded), normed), -1), residual
 
-    def keys(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turned keys and raw values of pairs [T, 2H], each [T, HKV, D]."""
-        heads = self.config.shape.kv_heads
-        rows = self.kv(x).view(len(x), 2 * heads, self.config.shape.head_dim)
-        k = rows[:, :heads]
-        k = k if self.k_norm is None else self.k_norm(k)
-        return self.ops.rope(k, positions, cos_sin), rows[:, heads:]
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, rows: DraftRows, pages: Pages, cos_sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Pairs [R, 2H] and their residual to rows [R, H] and the next residual."""
-        ops, shape = self.ops, self.config.shape
-        q = self.q(x).view(len(x), shape.heads, shape.head_dim)
-        q = q if self.q_norm is None else self.q_norm(q)
-        q = ops.rope(q, rows.positions, cos_sin)
-        ops.kv_write(*self.keys(x, rows.positions, cos_sin), *rows.scratch, rows.slots)
-        scale = shape.head_dim**-0.5
-        far = ops.attention(q, *pages, rows.context, scale)
-        near = ops.attention(q, *rows.scratch, rows.chain, scale)
-        y = self.o(join(*far, *near).to(x.dtype).flatten(1))
-        norm, down = self.post, self.down.weight
-        y, total = ops.mlp_block(y, residual, norm.weight, norm.eps, self.gate_up.weight, down)
-        return y, total
+    def joined(self, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor]) -> Tensor:
+        """:func:`join`: there is no pair at position 0."""
+        return join(*far, *near)
 
 
-class Eagle3Head:
-    """Embedding, projection of the target's states, layer, final norm and vocabulary head.
-
-    ``embed`` and ``head`` have no weight until :meth:`share` where the checkpoint has none.
-    """
+class Eagle3Head(DraftModel):
+    """Embedding, projection of the target's states, layer, final norm and vocabulary head."""
 
     def __init__(self, config: Eagle3Config, ops: Any, length: int) -> None:
         """``length``: positions that drafts can have."""
-        shape = config.shape
-        self.ops, self.config = ops, config
-        self.embed, self.head, self.fc = Linear(ops), Linear(ops), Linear(ops)
-        self.joined_norm, self.norm = RMSNorm(ops, shape.eps), RMSNorm(ops, shape.eps)
-        self.state_norms = [RMSNorm(ops, shape.eps) for _ in config.taps if config.fc_norm]
+        super().__init__(config.shape, ops, length)
+        self.config = config
+        self.joined_norm = RMSNorm(ops, config.shape.eps)
+        self.state_norms = [RMSNorm(ops, config.shape.eps) for _ in config.taps if config.fc_norm]
         self.layer = PairLayer(config, ops)
-        device = None if ops.context is None else ops.context.device
-        self.cos_sin = rotary_table(shape.rope, length, device)
-        self.dtype = None if ops.context is None else ops.context.activation_dtype
-
-    def load(self, parameter: str, value: Any) -> None:
-        """Take one prepared parameter, by the name in its rule."""
-        assign(self, parameter, value)
-
-    def share(self, target: Any) -> None:
-        """Take embedding and head of the target where the checkpoint has none."""
-        if self.embed.weight is None:
-            self.embed = target.embed
-        if self.head.weight is None:
-            self.head = target.head
 
     def states(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Rows [T, Ht] of each tapped layer to states [T, H]."""
@@ -126,7 +69,7 @@ class Eagle3Head:
 
         ids, positions, slots int64[T]; states [T, H] of one place before.
         """
-        x, _ = self.layer.joined(self._embedded(ids), states)
+        x, _ = self.layer.pairs(self.embedded(ids), states)
         k, v = self.layer.keys(x, positions, self.cos_sin)
         first = (positions == 0)[:, None, None]
         self.ops.kv_write(k.masked_fill(first, 0), v.masked_fill(first, 0), *pages, slots)
@@ -135,13 +78,11 @@ class Eagle3Head:
         self, ids: Tensor, states: Tensor, rows: DraftRows, pages: Pages
     ) -> tuple[Tensor, Tensor]:
         """One draft of R chains: (rows [R, H] behind the final norm, states [R, H] of the next)."""
-        x, residual = self.layer.joined(self._embedded(ids), states)
-        normed, state = self.norm.add(*self.layer(x, residual, rows, pages, self.cos_sin))
+        x, residual = self.layer.pairs(self.embedded(ids), states)
+        normed, state = self.norm.add(
+            *self.layer.behind_norms(x, residual, rows, pages, self.cos_sin)
+        )
         return normed, normed if self.config.norm_output else state
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.ops.embedding(ids, self.embed.weight)
-        return x if self.dtype is None else x.to(self.dtype)
 
 
 def join(far: Tensor, far_lse: Tensor, near: Tensor, near_lse: Tensor) -> Tensor:
