@@ -174,6 +174,60 @@ def test_decoder_layers_have_the_bits_of_their_ops(isa, family, kind, rows) -> N
             assert all(map(same, mine, theirs))
 
 
+class Tapped:
+    """Takes what is tapped; a :class:`deepinfer.api.model.Taps`."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self.layers, self.hidden = layers, {}
+
+    def put(self, layer: int, hidden: torch.Tensor) -> None:
+        assert layer not in self.hidden, "put twice"
+        self.hidden[layer] = hidden
+
+
+TAPS = [(), (0,), (3,), (2, 0), (0, 1, 2, 3), (-1, 1, 3)]  # of four layers; −1 is not theirs
+
+
+@pytest.mark.parametrize("rows", STEPS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_tapped_rows_have_the_bits_of_their_ops(isa, family, kind, rows) -> None:
+    """Result, caches and all that is tapped, and none of it changes when layers after it run."""
+    ops, dtype = op_set(kind)
+    layers = decoder(ops, dtype, FAMILIES[family], 4)
+    batch, kv, cos_sin = step(ops, dtype, STEPS[rows])
+    x = torch.randn(rows, HIDDEN).to(dtype)
+    everything = Tapped((0, 1, 2, 3))
+    pool = Pool([tuple(c.clone() for c in kv) for _ in layers])
+    want = blocks.decoder_layers(ops, x, layers, batch, pool, cos_sin, everything)
+    for wanted in TAPS:
+        mine, taps = Pool([tuple(c.clone() for c in kv) for _ in layers]), Tapped(wanted)
+        got = ops.decoder_layers(x, layers, batch, mine, cos_sin, taps)
+        assert same(got, want)
+        for caches, theirs in zip(mine.layers, pool.layers, strict=True):
+            assert all(map(same, caches, theirs))
+        assert sorted(taps.hidden) == sorted(layer for layer in wanted if layer >= 0)
+        for layer, hidden in taps.hidden.items():
+            assert same(hidden, everything.hidden[layer]), layer
+
+
+def test_tapped_layers_are_one_native_call(monkeypatch) -> None:
+    """Whatever is tapped; and nothing is handed to it where nothing is."""
+    from deepinfer.native import _kernels
+
+    calls = []
+    kernel = _kernels.decoder_layers
+    monkeypatch.setattr(_kernels, "decoder_layers", lambda *a: calls.append(a) or kernel(*a))
+    ops, dtype = op_set("fp32")
+    layers = decoder(ops, dtype, set(), 4)
+    batch, kv, cos_sin = step(ops, dtype, [(1, 20)])
+    for taps, places in ((None, 0), *((Tapped(t), len({*t} & {0, 1, 2})) for t in TAPS)):
+        calls.clear()
+        ops.decoder_layers(torch.randn(1, HIDDEN), layers, batch, Pool([kv] * 4), cos_sin, taps)
+        (args,) = calls
+        assert (args[11] is None) == (places == 0)
+
+
 def test_rows_without_an_owner_are_as_in_the_ops() -> None:
     """Padding behind the last request: attention gives zeros there, in every layer."""
     ops, dtype = op_set("fp32")

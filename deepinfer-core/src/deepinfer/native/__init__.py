@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.machinery import PathFinder
 from typing import Final
 
-INTERFACE: Final = 2  # goes with INTERFACE in module.c
+INTERFACE: Final = 3  # goes with INTERFACE in module.c
 
 
 def misfit() -> str | None:

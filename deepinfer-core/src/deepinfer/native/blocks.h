@@ -250,17 +250,21 @@ typedef struct {
 } layer_plan;
 
 /* Plans of n layers, each from ATTENTION_ARGS + MLP_ARGS numbers at `layers`. y and new_res carry
- * the rows from half to half; all halves work in the same memory. */
+ * the rows from half to half; all halves work in the same memory. taps[i], if there is one, gets
+ * the sum of both behind layer i: that is the residual which the next layer's first norm makes, so
+ * it makes it there, and nothing is copied. (Behind the last layer the caller adds.) */
 static const char *plan_layers(layer_plan *plans, int64_t n, const arg *a, const arg *layers,
-                               const arg *step) {
+                               const arg *taps, const arg *step) {
     arg rows[ROWS_ARGS];
     memcpy(rows, a, sizeof rows);
     for (int64_t i = 0; i < n; i++, layers += ATTENTION_ARGS + MLP_ARGS) {
+        if (taps && i && taps[i - 1].p) rows[3].p = taps[i - 1].p;
         const char *error = plan_attention(&plans[i].attention, rows, layers, step);
         if (error) return error;
         if (!rows[1].p) rows[1].p = rows[0].p; /* the first half of all leaves x as the residual */
         else rows[1].p = rows[3].p;
         rows[0].p = rows[2].p, rows[7].i = rows[8].i = rows[6].i;
+        rows[3].p = a[3].p;
         plan_mlp(&plans[i].mlp, rows, layers + ATTENTION_ARGS);
         rows[1].p = rows[3].p;
     }
@@ -279,15 +283,15 @@ static size_t place_layers(layer_plan *plans, int64_t n, char *base) {
     return most;
 }
 
-/* rows, layers, number, step, threads */
+/* rows, layers, number, taps (or NULL), step, threads */
 static const char *op_decoder_layers(const arg *a) {
-    const arg *layers = a[ROWS_ARGS].p, *step = a + ROWS_ARGS + 2;
+    const arg *layers = a[ROWS_ARGS].p, *taps = a[ROWS_ARGS + 2].p, *step = a + ROWS_ARGS + 3;
     const int64_t n = a[ROWS_ARGS + 1].i;
     layer_plan *plans = malloc((size_t)n * sizeof *plans);
     job *jobs = malloc((size_t)(2 * n * MAX_JOBS) * sizeof *jobs);
     char *base = NULL;
     const char *error = plans && jobs ? NULL : "out of memory";
-    if (!error) error = plan_layers(plans, n, a, layers, step);
+    if (!error) error = plan_layers(plans, n, a, layers, taps, step);
     int64_t added = 0;
     if (!error) base = malloc(place_layers(plans, n, NULL)), error = base ? NULL : "out of memory";
     if (!error) {

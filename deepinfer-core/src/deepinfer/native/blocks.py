@@ -6,6 +6,7 @@ per layer. Many rows, and whatever else the calls do not take, go op by op: the 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from struct import pack
 from typing import Any
@@ -94,8 +95,8 @@ class Blocks:
         cos_sin: Tensor,
         taps: Taps | None = None,
     ) -> Tensor:
-        """As the reference; the layers' addresses are looked up once. Taps cut the call in parts:
-        each goes on from the pair of rows that the one before left.
+        """As the reference; the layers' addresses are looked up once. What is tapped behind a
+        layer is a sum that the layer after it makes anyway: it only gets a place of its own.
         """
         if layers is not self._stack[0] or kv is not self._stack[1]:
             self._stack = layers, kv, _stack(layers, kv)
@@ -103,22 +104,21 @@ class Blocks:
         step = self._of_step(batch, cos_sin, layers[0].attention)
         if stack is None or step is None or rows is None or step[0] != rows[1]:
             return blocks.decoder_layers(self._ops, x, layers, batch, kv, cos_sin, taps)
-        cuts = [] if taps is None else sorted(i for i in taps.layers if 0 <= i < len(layers) - 1)
-        residual: Tensor | None = None
-        begin, size = 0, stack.nbytes // len(layers)
-        for last in (*cuts, len(layers) - 1):
-            y, total = torch.empty_like(x), torch.empty_like(x)
-            pair = _rows(x, residual)
-            assert pair is not None, "parts have the rows of the whole"
-            _kernels.decoder_layers(
-                x.data_ptr(), 0 if residual is None else residual.data_ptr(), y.data_ptr(),
-                total.data_ptr(), *pair, stack.data_ptr() + begin * size, last + 1 - begin,
-                *step[1:], self._threads,
-            )  # fmt: skip
-            x, residual, begin = y, total, last + 1
-            if taps is not None and last in taps.layers:
-                taps.put(last, y + total)
-        return y + total
+        inner = () if taps is None else [i for i in taps.layers if 0 <= i < len(layers) - 1]
+        tapped = {layer: torch.empty_like(x) for layer in inner}
+        places = _places(tapped, len(layers)) if tapped else None
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        _kernels.decoder_layers(
+            x.data_ptr(), 0, y.data_ptr(), total.data_ptr(), *rows, stack.data_ptr(), len(layers),
+            places and places.buffer_info()[0], *step[1:], self._threads,
+        )  # fmt: skip
+        out = y + total
+        if taps is not None:
+            for layer, hidden in tapped.items():
+                taps.put(layer, hidden)
+            if len(layers) - 1 in taps.layers:
+                taps.put(len(layers) - 1, out)
+        return out
 
     def _of_step(
         self, batch: DeviceBatch, cos_sin: Tensor, params: AttentionParams
@@ -195,6 +195,11 @@ def _stack(layers: Sequence[LayerParams], kv: KVPools) -> Tensor | None:
             pack("=d" if isinstance(n, float) else "=q", n) for part in parts for n in part or ()
         )
     return torch.frombuffer(bytearray(table), dtype=torch.int64)
+
+
+def _places(tapped: dict[int, Tensor], layers: int) -> array[int]:
+    """Where the rows of each layer go; 0: nowhere."""
+    return array("q", (tapped[i].data_ptr() if i in tapped else 0 for i in range(layers)))
 
 
 def _step(batch: DeviceBatch, cos_sin: Tensor, head_dim: int) -> _Numbers | None:

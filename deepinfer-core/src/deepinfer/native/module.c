@@ -21,7 +21,7 @@
 
 /* Goes with INTERFACE in __init__.py: raise both when what a function takes or gives changes, so
  * that an extension compiled before is refused and not called. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 typedef union {
     int64_t i;
@@ -660,7 +660,7 @@ METHOD(kv_write, 13)
 METHOD(attention, 25)
 METHOD(attention_block, 48)
 METHOD(mlp_block, 20)
-METHOD(decoder_layers, 23)
+METHOD(decoder_layers, 24)
 METHOD(gumbel, 11)
 METHOD(logprobs, 11)
 METHOD(filter, 10)
