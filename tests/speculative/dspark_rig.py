@@ -4,17 +4,16 @@ import json
 
 import numpy as np
 import torch
-from deepinfer import LLM, SamplingParams
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
 from deepinfer.testing.tiny import write_tiny_checkpoint
-from deepinfer_speculative.dspark.base import BlockDrafter
 from deepinfer_speculative.dspark.save import draft_config, save_draft, write_random_draft
 from deepinfer_speculative.train.answers import Texts
 from deepinfer_speculative.train.data import Pool
 from deepinfer_speculative.train.loop import TrainPlan, train
 from deepinfer_speculative.train.network import Network
 from deepinfer_speculative.train.target import Target
+from draft_rig import answered
 
 BLOCK = 5
 
@@ -30,18 +29,10 @@ def pair(folder, family, layers=2, taps=(0, 1), rank=8, block=BLOCK, **more):
     return target, write_random_draft(folder / f"{family}-draft", config, **more)
 
 
-def prompts(count, seed=0, length=12):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, 320, size=int(rng.integers(2, length))).tolist() for _ in range(count)]
-
-
 def trained(folder, steps=150):
     """A tiny Llama and a draft that has learnt some of what it says."""
     target, draft = pair(folder, "llama", rank=16)
-    asked = prompts(48)
-    with LLM(str(target), max_model_len=96, seed=1) as llm:
-        outs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    rows = [[*ids, *out.outputs[0].token_ids] for ids, out in zip(asked, outs, strict=True)]
+    asked, rows = answered(target)
     count = len(rows)
     texts = Texts(
         tokens=np.concatenate([np.array(row, np.int32) for row in rows]),
@@ -61,29 +52,6 @@ def trained(folder, steps=150):
     history = train(network, pool, found.head, plan, folder / "state.pt", lambda line: None)
     save_draft(draft, raw, network.tensors())
     return target, draft, history
-
-
-class Watched:
-    """Every round of a drafter: texts, drafts and confidences as the engine had them."""
-
-    def __init__(self, monkeypatch, kind=BlockDrafter):
-        self.rounds = []
-        right = kind.propose
-
-        def propose(drafter, anchors, slots):
-            drafts = right(drafter, anchors, slots)
-            view = drafter._slots
-            for row, slot in enumerate(slots.tolist()):
-                length = int(view.length[slot])
-                if length >= int(view.limit[slot]):
-                    continue  # ended: its pages may be somebody else's
-                text = view.tokens[slot, :length].tolist()
-                assert text[-1] == int(anchors[row])
-                sure = None if drafts.confidence is None else drafts.confidence[row].clone()
-                self.rounds.append((text, drafts.ids[row].tolist(), sure))
-            return drafts
-
-        monkeypatch.setattr(kind, "propose", propose)
 
 
 class Plain:
@@ -108,3 +76,13 @@ class Plain:
         w2 = self.network.get("markov_head.markov_w2.weight")
         z = hidden @ self.target.head.T + e @ w2.T
         return z, torch.sigmoid(self.network.confidence(hidden, e))
+
+
+def agree(rounds, plain):
+    """Every greedy draft is the best id of plain torch's logits, up to rounding."""
+    assert rounds
+    for text, drafts, sure in rounds:
+        z, expected = plain.logits(text, [text[-1], *drafts[:-1]])
+        mine = z.gather(1, torch.tensor(drafts)[:, None])[:, 0]
+        assert (z.amax(1) - mine).max() < 1e-3
+        assert torch.allclose(sure, expected, atol=1e-4)

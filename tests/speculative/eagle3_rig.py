@@ -6,10 +6,8 @@ t + 1, at position t.
 
 import json
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from deepinfer import LLM, SamplingParams
 from deepinfer.layers import rotary_table
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
@@ -18,14 +16,10 @@ from deepinfer_speculative.dspark.save import save_draft
 from deepinfer_speculative.eagle3.config import read_config
 from deepinfer_speculative.eagle3.save import head_config, vocabulary, write_random_head
 from deepinfer_speculative.train.target import Target, rms_norm, rotate
+from draft_rig import answered
 
 LAYERS = (0, 1, 2)
 """Inputs of a tiny target's three layers."""
-
-
-def prompts(count, seed=0, length=12):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(3, 320, size=int(rng.integers(2, length))).tolist() for _ in range(count)]
 
 
 def pair(folder, family="llama", vocab=200, layers=LAYERS, seed=0, **more):
@@ -132,11 +126,8 @@ def trained(folder, steps=120, vocab=260):
     Returns (target, head, accuracy of its first draft before and after).
     """
     target, head = pair(folder, vocab=vocab)
-    asked = prompts(48)
-    with LLM(str(target), max_model_len=96, seed=1) as llm:
-        outs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    rows = [[*ids, *out.outputs[0].token_ids][:42] for ids, out in zip(asked, outs, strict=True)]
-    texts = torch.tensor([row for row in rows if len(row) == 42])
+    _, rows = answered(target)
+    texts = torch.tensor([row[:42] for row in rows if len(row) >= 42])
     plain = Plain(target, head)
     counts = torch.bincount(texts.flatten(), minlength=320)
     plain.ids = counts.topk(vocab).indices.sort().values

@@ -1,6 +1,7 @@
 """``deepinfer speculative calibrate``: what it collects, fits and writes, and who reads it."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +20,8 @@ from deepinfer.testing.tiny import write_tiny_checkpoint
 from deepinfer_speculative.calibrate import calibrate, log_odds
 from deepinfer_speculative.dspark.calibrated import Temperatures, read_table
 from deepinfer_speculative.eagle3.drafter import Eagle3Drafter
-from dspark_rig import Watched
+from draft_rig import Watched, prompts
 from dspark_rig import pair as dspark_pair
-from eagle3_rig import prompts, trained
 
 CARRIED = Path(__file__).parents[1] / "data" / "deepseek-v41" / "a"
 
@@ -32,8 +32,10 @@ def elsewhere(monkeypatch, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("learnt"), steps=60)[:2]
+def learnt(learn, tmp_path_factory):
+    """A head of our own: these tests write beside its weights."""
+    target, head, _ = learn("eagle3")
+    return target, shutil.copytree(head, tmp_path_factory.mktemp("learnt") / "head")
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from deepinfer_speculative.dspark.config import check_target, read_config
 from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
 from deepinfer_speculative.dspark.save import save_draft
 from deepinfer_speculative.dspark.weights import weight_rules
-from dspark_rig import Watched, pair, prompts
+from draft_rig import Watched, prompts
+from dspark_rig import pair
 from hypothesis import given
 from hypothesis import strategies as st
 

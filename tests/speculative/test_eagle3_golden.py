@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepinfer import LLM, SamplingParams
 from deepinfer_speculative.eagle3.drafter import Eagle3Drafter
-from dspark_rig import Watched
+from draft_rig import Watched
 from eagle3_golden import KINDS, TEXTS, written
 from eagle3_rig import Plain
 from safetensors.torch import load_file

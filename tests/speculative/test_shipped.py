@@ -9,7 +9,8 @@ from deepinfer import LLM, SamplingParams
 from deepinfer.errors import ConfigError
 from deepinfer_speculative.dspark import shipped
 from deepinfer_speculative.dspark.save import shapes_of
-from dspark_rig import pair, prompts
+from draft_rig import prompts
+from dspark_rig import pair
 from safetensors import safe_open
 
 SHIPPED = shipped.FOLDER

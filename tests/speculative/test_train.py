@@ -34,7 +34,8 @@ from deepinfer_speculative.train.loop import (
 from deepinfer_speculative.train.losses import CE, L1, HeadLoss
 from deepinfer_speculative.train.network import Network
 from deepinfer_speculative.train.target import Target
-from dspark_rig import Plain, pair, prompts, trained
+from draft_rig import prompts
+from dspark_rig import Plain, pair
 
 TEMPLATE = "{% for m in messages %}a{{ m.content }}b{% endfor %}c"
 
@@ -193,9 +194,9 @@ def test_noise_given_the_token_is_gumbel_noise():
     assert (noise.var(0) - torch.pi**2 / 6).abs().max() < 0.12
 
 
-def test_judged_as_the_engine_does(tmp_path):
+def test_judged_as_the_engine_does(learn):
     """Rounds of the walk are rounds of the engine; greedy texts of a trained draft."""
-    target, draft, _ = trained(tmp_path)
+    target, draft, _ = learn("dspark")
     asked, most = prompts(10, seed=4), 32
     options = {"model": str(draft), "mode": "static", "draft_weights": "same"}
     with LLM(str(target), max_model_len=96, num_threads=1, speculative=options) as llm:
