@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from deepinfer.errors import ConfigError, ModelLoadError, UnsupportedError
+from deepinfer.errors import ModelLoadError, UnsupportedError
 from deepinfer.models.fields import decoder_fields, optional, required
 from deepinfer.models.llama import LlamaConfig
+
+from deepinfer_speculative.fields import refuse, refuse_target
 
 QWEN3: Final = "Qwen3DSparkModel"
 LLAMA: Final = "LlamaDSparkModel"
@@ -75,7 +77,10 @@ def read_config(raw: Mapping[str, Any]) -> DSparkConfig:
         ModelLoadError: a field is missing or no number.
     """
     fields = _flat(raw)
-    _refuse(fields)
+    vocab = fields.get("draft_vocab_size")
+    other = [] if vocab in (None, fields.get("vocab_size")) else [f"draft_vocab_size={vocab!r}"]
+    step = "Drafts in the format of the released Qwen3 checkpoints are read."
+    refuse(fields, _NEUTRAL, {*_FIELDS, "draft_vocab_size"}, _PREFIXES, other, step)
     layers = required(fields, "num_hidden_layers")
     qk_norm = LLAMA not in (fields.get("architectures") or ())
     head_dim = {"head_dim": optional(fields, "head_dim", 128)} if qk_norm else {}
@@ -115,12 +120,7 @@ def check_target(config: DSparkConfig, raw: Mapping[str, Any], target: Any) -> N
     if last >= target.layers - 1:
         wrong.append(f"target_layer_ids has {last}, the last before the target's end is "
                      f"{target.layers - 2}")  # fmt: skip
-    if wrong:
-        raise ConfigError(
-            f"The draft was not made for this target: {'; '.join(wrong)}.",
-            setting="speculative",
-            next_step="Name the draft that was trained for it.",
-        )
+    refuse_target(wrong)
 
 
 def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,27 +138,6 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
             )
         fields |= nested
     return fields
-
-
-def _refuse(fields: Mapping[str, Any]) -> None:
-    """What changes the mathematics and is not built, all at once, by name."""
-    found = [
-        f"{name}={fields[name]!r}"
-        for name, fine in _NEUTRAL.items()
-        if name in fields and fields[name] not in fine
-    ]
-    if fields.get("draft_vocab_size") not in (None, fields.get("vocab_size")):
-        found.append(f"draft_vocab_size={fields['draft_vocab_size']!r}")
-    kinds = set(fields.get("layer_types") or ()) - {"full_attention"}
-    found += [f"layer_types with {kind!r}" for kind in sorted(kinds)]
-    known = _FIELDS | {"draft_vocab_size"}
-    found += sorted(name for name in fields if name.startswith(_PREFIXES) and name not in known)
-    if found:
-        raise UnsupportedError(
-            f"The draft's config.json asks for {', '.join(found)}, which is not built.",
-            setting=found[0].split("=")[0],
-            next_step="Drafts in the format of the released Qwen3 checkpoints are read.",
-        )
 
 
 def _mask(fields: Mapping[str, Any], vocab: int) -> int:

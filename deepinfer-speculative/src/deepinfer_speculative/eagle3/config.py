@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from deepinfer.errors import ConfigError, ModelLoadError, UnsupportedError
+from deepinfer.errors import ModelLoadError, UnsupportedError
 from deepinfer.models.fields import decoder_fields, optional, required
 from deepinfer.models.llama import LlamaConfig
+
+from deepinfer_speculative.fields import refuse, refuse_target
 
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -75,7 +77,8 @@ def read_config(raw: Mapping[str, Any], target: Any) -> Eagle3Config:
         ConfigError: the head was made for another target.
     """
     fields = _flat(raw)
-    _refuse(fields)
+    step = "EAGLE-3 heads of one layer, as their authors publish them, are read."
+    refuse(fields, _NEUTRAL, _KNOWN, _PREFIXES, _more(fields), step)
     qk_norm = fields.get("model_type") == "qwen3"
     head_dim = {"head_dim": optional(fields, "head_dim", 128)} if qk_norm else {}
     shape = LlamaConfig(**decoder_fields({**fields, **head_dim}), windows=(None,), qk_norm=qk_norm)
@@ -122,29 +125,16 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**parts["transformer_layer_config"], **parts["eagle_config"], **own}
 
 
-def _refuse(fields: Mapping[str, Any]) -> None:
-    """What changes the mathematics and is not built, all at once, by name."""
-    found = [
-        f"{name}={fields[name]!r}"
-        for name, fine in _NEUTRAL.items()
-        if name in fields and fields[name] not in fine
-    ]
+def _more(fields: Mapping[str, Any]) -> list[str]:
+    """What is not built and takes more than a look at one value."""
+    found = []
     if fields.get("num_hidden_layers") not in (None, 1):
         found.append(f"num_hidden_layers={fields['num_hidden_layers']!r}")
     if fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False:
         found.append(f"sliding_window={fields['sliding_window']!r}")
     if fields.get("fc_norm") and fields.get("norm_before_fc"):
         found.append("fc_norm and norm_before_fc at once")
-    kinds = set(fields.get("layer_types") or ()) - {"full_attention"}
-    found += [f"layer_types with {kind!r}" for kind in sorted(kinds)]
-    known = _KNOWN | set(_NEUTRAL)
-    found += sorted(name for name in fields if name.startswith(_PREFIXES) and name not in known)
-    if found:
-        raise UnsupportedError(
-            f"The head's config.json asks for {', '.join(found)}, which is not built.",
-            setting=found[0].split("=")[0],
-            next_step="EAGLE-3 heads of one layer, as their authors publish them, are read.",
-        )
+    return found
 
 
 def _taps(fields: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -180,12 +170,7 @@ def _check_target(config: Eagle3Config, target: Any) -> None:
     wrong = [f"{name} is {a}, the target's {b}" for name, (a, b) in mine.items() if a != b]
     if config.taps[-1] >= target.layers:
         wrong.append(f"{_IDS} asks for what follows the target's {target.layers} layers")
-    if wrong:
-        raise ConfigError(
-            f"The draft was not made for this target: {'; '.join(wrong)}.",
-            setting="speculative",
-            next_step="Name the draft that was trained for it.",
-        )
+    refuse_target(wrong)
     if config.vocab > config.shape.vocab_size:
         raise ModelLoadError(
             f"The head's draft_vocab_size={config.vocab} is above its vocab_size="
