@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from deepinfer.errors import ConfigError, UnsupportedError
+from deepinfer.models.fields import layer_kinds
 
 
 def refuse(
@@ -28,7 +29,7 @@ def refuse(
         if name in fields and fields[name] not in fine
     ]
     found += also
-    kinds = set(fields.get("layer_types") or ()) - {"full_attention"}
+    kinds = set(layer_kinds(fields) or ()) - {"full_attention"}
     found += [f"layer_types with {kind!r}" for kind in sorted(kinds)]
     fine = {*known, *neutral}
     found += sorted(name for name in fields if name.startswith(prefixes) and name not in fine)

@@ -1,6 +1,7 @@
 """Reading config.json: switches, windows, rotary scaling, and what is refused by name."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -119,3 +120,34 @@ def test_the_shop_window_loads_every_adapter():
     for spec in deepinfer_provide():
         if isinstance(spec, ModelSpec):
             assert tuple(import_path(spec.load)().architectures) == spec.architectures
+
+
+JUNK = (-1, 0, 10**30, "x", "5", 1.5, math.nan, True, [], [[1]], {"a": 1}, {})
+FIELDS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+    "rope_scaling", "rope_parameters", "tie_word_embeddings", "attention_bias", "mlp_bias",
+    "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "mlp_only_layers",
+    "decoder_sparse_step", "norm_topk_prob", "num_experts", "num_experts_per_tok",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_of_the_wrong_kind_are_refused_or_mean_nothing(family):
+    """Never another error: what a stranger's config.json says is no reason to stumble."""
+    given = raw(family)
+    adapter, refused = adapter_for(*architectures_of(given)), 0
+    for name in FIELDS:
+        for value in JUNK:
+            try:
+                adapter.config({**given, name: value})
+            except (ModelLoadError, UnsupportedError) as why:
+                refused += 1
+                assert name in str(why) or "rotary" in str(why), (name, value, str(why))
+    assert refused > 100
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "head_dim", "max_position_embeddings"])
+def test_a_size_that_no_model_has_is_refused_before_it_is_allocated(name):
+    with pytest.raises(ModelLoadError, match=f"{name}=1000000000"):
+        LlamaAdapter().config(raw(**{name: 10**9}))

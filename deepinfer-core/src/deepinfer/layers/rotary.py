@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepinfer.errors import ModelLoadError, UnsupportedError
+from deepinfer.errors import ModelLoadError, UnsupportedError, shown
 
 _NEEDED = {
     "default": (),
@@ -45,10 +45,34 @@ class RopeConfig:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
-        """From config.json: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
-        given = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+        """From config.json: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
+
+        Raises:
+            UnsupportedError: the kind of scaling is not built.
+            ModelLoadError: a field is missing, or is not what its name says.
+        """
+        given: dict[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            part = raw.get(name) or {}
+            if not isinstance(part, Mapping):
+                raise ModelLoadError(
+                    f"The model's config.json has {name}={shown(part)}; an object is needed.",
+                    setting=name,
+                )
+            given |= part
+        try:
+            return cls._of(given, raw, head_dim)
+        except (TypeError, ValueError, OverflowError) as why:
+            if isinstance(why, UnsupportedError):
+                raise
+            raise ModelLoadError(
+                f"The model's rotary fields cannot be read: {why}.", setting="rope_parameters"
+            ) from why
+
+    @classmethod
+    def _of(cls, given: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
         kind = given.get("rope_type", given.get("type", "default"))
-        if kind not in _NEEDED:
+        if not isinstance(kind, str) or kind not in _NEEDED:
             raise UnsupportedError(
                 f"The model's rope scaling {kind!r} is not built.",
                 setting="rope_scaling",
@@ -64,7 +88,7 @@ class RopeConfig:
         known = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         return cls(
             dim=int(head_dim * share),
-            theta=float(given.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            theta=_theta(given.get("rope_theta") or raw.get("rope_theta") or 10000.0),
             kind=kind,
             original=int(
                 given.get("original_max_position_embeddings")
@@ -76,6 +100,13 @@ class RopeConfig:
             amplitude=_yarn_amplitude(given) if kind == "yarn" else 1.0,
             **{name: float(given[name]) for name in known if given.get(name) is not None},
         )
+
+
+def _theta(value: Any) -> float:
+    theta = float(value)
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta={shown(value)} is no number above 0")
+    return theta
 
 
 def rotary_table(rope: RopeConfig, length: int, device: torch.device | None = None) -> Tensor:

@@ -6,11 +6,12 @@ A field that this version does not know may be harmless (a dropout) or may chang
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
 from deepinfer.api.kv import KVOptions
-from deepinfer.errors import ModelLoadError, UnsupportedError
+from deepinfer.errors import ModelLoadError, UnsupportedError, shown
 from deepinfer.layers.rotary import RopeConfig
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -34,6 +35,9 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "quantization_config": (None,),
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_MOST: Final = 2**28
+"""No size of a model is beyond: what is would be allocated before anything else is looked at."""
+_MOST_LAYERS: Final = 2**16
 
 
 def refuse_unknown(raw: Mapping[str, Any]) -> None:
@@ -52,13 +56,52 @@ def refuse_unknown(raw: Mapping[str, Any]) -> None:
 
 def required(raw: Mapping[str, Any], name: str) -> int:
     """A positive size that a config must state."""
-    value = raw.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ModelLoadError(
-            f"The model's config.json has {name}={value!r}; a positive number is needed.",
-            setting=name,
-        )
+    return _whole(name, raw.get(name), 1)
+
+
+def size(raw: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+    """A size with a default, ``least`` or more; null counts as absent."""
+    return _whole(name, optional(raw, name, default), least)
+
+
+def real(raw: Mapping[str, Any], name: str, default: float) -> float:
+    """A number from 0 on with a default; null counts as absent."""
+    value = optional(raw, name, default)
+    fine = isinstance(value, int | float) and not isinstance(value, bool)
+    if not fine or not 0 <= value <= sys.float_info.max:
+        raise _wrong(name, value, "a number, 0 or more,")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A switch with a default; null counts as absent."""
+    value = optional(raw, name, default)
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
     return value
+
+
+def layer_kinds(raw: Mapping[str, Any]) -> list[str] | None:
+    """``layer_types``: a text for each layer; None where it is absent."""
+    kinds = raw.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(type(k) is str for k in kinds)):
+        raise _wrong("layer_types", kinds, "a list of texts")
+    return kinds
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+    if type(value) is not int or not least <= value <= most:
+        kind = "a positive number" if least else "a number, 0 or more,"
+        over = type(value) is int and value > most
+        raise _wrong(name, value, f"{kind} up to {most}" if over else kind)
+    return value
+
+
+def _wrong(name: str, value: Any, expected: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"The model's config.json has {name}={shown(value)}; {expected} is needed.", setting=name
+    )
 
 
 def optional(raw: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -73,7 +116,7 @@ def windows(
     """The sliding window of every layer: from ``layer_types``, else ``window`` from layer ``first``
     on.
     """
-    kinds = raw.get("layer_types")
+    kinds = layer_kinds(raw)
     if kinds is None:
         return tuple(window if index >= first else None for index in range(layers))
     unknown = sorted(set(kinds) - set(_LAYER_TYPES))
@@ -92,12 +135,17 @@ def windows(
 
 
 def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What every decoder of this kind reads from config.json in the same way."""
+    """What every decoder of this kind reads from config.json in the same way.
+
+    Raises:
+        UnsupportedError: a field changes the mathematics in a way that is not built.
+        ModelLoadError: a field is missing, of another type or out of every range.
+    """
     refuse_unknown(raw)
     hidden, heads = required(raw, "hidden_size"), required(raw, "num_attention_heads")
-    head_dim = optional(raw, "head_dim", hidden // heads)
-    kv_heads = optional(raw, "num_key_value_heads", heads)
-    length = optional(raw, "max_position_embeddings", 2048)
+    head_dim = size(raw, "head_dim", hidden // heads)
+    kv_heads = size(raw, "num_key_value_heads", heads)
+    length = size(raw, "max_position_embeddings", 2048)
     if heads % kv_heads:
         raise ModelLoadError(
             f"The model's config.json has {heads} attention heads for {kv_heads} KV heads; "
@@ -112,11 +160,11 @@ def decoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "eps": float(optional(raw, "rms_norm_eps", 1e-6)),
+        "eps": real(raw, "rms_norm_eps", 1e-6),
         "rope": RopeConfig.read(raw, head_dim),
         "max_position_embeddings": length,
         "max_model_len": length,
-        "tied": bool(optional(raw, "tie_word_embeddings", False)),
+        "tied": flag(raw, "tie_word_embeddings"),
     }
 
 

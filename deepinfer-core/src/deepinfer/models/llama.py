@@ -28,7 +28,7 @@ from deepinfer.layers import (
     assign,
     rotary_table,
 )
-from deepinfer.models.fields import decoder_fields, only_plain_kv, optional, required, windows
+from deepinfer.models.fields import decoder_fields, flag, only_plain_kv, required, size, windows
 from deepinfer.models.rules import attention_rules, mlp_rules, outer_rules
 from deepinfer.ops.reference.blocks import LayerParams
 from deepinfer.ops.table import OpSet
@@ -165,19 +165,20 @@ class LlamaAdapter:
     name = "llama"
 
     def config(self, raw: Mapping[str, Any]) -> LlamaConfig:
-        bias = bool(optional(raw, "attention_bias", False))
+        bias = flag(raw, "attention_bias")
         return LlamaConfig(
             **decoder_fields(raw),
             windows=self.windows(raw),
             qkv_bias=bias,
             o_bias=bias,
-            mlp_bias=bool(optional(raw, "mlp_bias", False)),
+            mlp_bias=flag(raw, "mlp_bias"),
         )
 
     def windows(self, raw: Mapping[str, Any]) -> tuple[int | None, ...]:
         """Mistral's layers all slide, by 4096 where its config is silent; null means none do."""
         mistral = raw.get("model_type") == "mistral"
-        window = raw.get("sliding_window", 4096) if mistral else None
+        absent = raw.get("sliding_window", ...) is None  # null: no window; left out: the usual one
+        window = size(raw, "sliding_window", 4096) if mistral and not absent else None
         return windows(raw, required(raw, "num_hidden_layers"), window)
 
     def kv_spec(self, config: LlamaConfig, options: KVOptions) -> KVSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepinfer.models.fields import decoder_fields, optional, required, windows
+from deepinfer.models.fields import decoder_fields, required, size, windows
 from deepinfer.models.llama import LlamaAdapter, LlamaConfig
 
 
@@ -20,6 +20,6 @@ class Qwen2Adapter(LlamaAdapter):
 
     def windows(self, raw: Mapping[str, Any]) -> tuple[int | None, ...]:
         """Only with ``use_sliding_window``, and only from layer ``max_window_layers`` on."""
-        window = optional(raw, "sliding_window", 4096) if raw.get("use_sliding_window") else None
-        first = optional(raw, "max_window_layers", 28)
+        window = size(raw, "sliding_window", 4096) if raw.get("use_sliding_window") else None
+        first = size(raw, "max_window_layers", 28, least=0)
         return windows(raw, required(raw, "num_hidden_layers"), window, first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deepinfer.models.fields import decoder_fields, optional
+from deepinfer.models.fields import decoder_fields, flag, size
 from deepinfer.models.llama import LlamaConfig
 from deepinfer.models.qwen2 import Qwen2Adapter
 
@@ -17,8 +17,8 @@ class Qwen3Adapter(Qwen2Adapter):
     name = "qwen3"
 
     def config(self, raw: Mapping[str, Any]) -> LlamaConfig:
-        raw = {**raw, "head_dim": optional(raw, "head_dim", 128)}
-        bias = bool(optional(raw, "attention_bias", False))
+        raw = {**raw, "head_dim": size(raw, "head_dim", 128)}
+        bias = flag(raw, "attention_bias")
         return LlamaConfig(
             **decoder_fields(raw),
             windows=self.windows(raw),

@@ -12,9 +12,9 @@ from typing import Any
 
 from deepinfer.api.model import WeightRule
 from deepinfer.api.parallel import ParallelContext
-from deepinfer.errors import ModelLoadError
+from deepinfer.errors import ModelLoadError, shown
 from deepinfer.layers import MLP, MoE, MoEShape
-from deepinfer.models.fields import decoder_fields, optional, required
+from deepinfer.models.fields import decoder_fields, flag, required, size
 from deepinfer.models.llama import LlamaConfig, LlamaModel
 from deepinfer.models.qwen3 import Qwen3Adapter
 from deepinfer.models.rules import attention_rules, mlp_rules, outer_rules, rule
@@ -37,13 +37,18 @@ class Qwen3MoeAdapter(Qwen3Adapter):
     name = "qwen3_moe"
 
     def config(self, raw: Mapping[str, Any]) -> Qwen3MoeConfig:
-        layers, dense = required(raw, "num_hidden_layers"), raw.get("mlp_only_layers") or ()
-        step = optional(raw, "decoder_sparse_step", 1)
-        bias = bool(optional(raw, "attention_bias", False))
+        layers, dense = required(raw, "num_hidden_layers"), raw.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise ModelLoadError(
+                f"The model's config.json has mlp_only_layers={shown(dense)}; a list is needed.",
+                setting="mlp_only_layers",
+            )
+        step = size(raw, "decoder_sparse_step", 1)
+        bias = flag(raw, "attention_bias")
         moe = MoEShape(
             experts=required(raw, "num_experts"),
             chosen=required(raw, "num_experts_per_tok"),
-            renorm=bool(optional(raw, "norm_topk_prob", False)),
+            renorm=flag(raw, "norm_topk_prob"),
         )
         if moe.chosen > moe.experts:
             raise ModelLoadError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deepinfer.errors import ModelLoadError, UnsupportedError
-from deepinfer.models.fields import decoder_fields, optional, required
+from deepinfer.models.fields import decoder_fields, flag, required, size
 from deepinfer.models.llama import LlamaConfig
 
 from deepinfer_speculative.fields import refuse, refuse_target
@@ -20,6 +20,8 @@ QWEN3: Final = "Qwen3DSparkModel"
 LLAMA: Final = "LlamaDSparkModel"
 ARCHITECTURES: Final = (QWEN3, LLAMA)
 """The second is the first without norms on query and key heads, for Llama-shaped targets."""
+LONGEST: Final = 1024
+"""Block sizes are some 5 to 16; engines draft 64 tokens at most."""
 _NESTED: Final = ("dflash_config", "dspark_config")
 _FIELDS: Final = frozenset(
     {
@@ -82,17 +84,18 @@ def read_config(raw: Mapping[str, Any]) -> DSparkConfig:
     step = "Drafts in the format of the released Qwen3 checkpoints are read."
     refuse(fields, _NEUTRAL, {*_FIELDS, "draft_vocab_size"}, _PREFIXES, other, step)
     layers = required(fields, "num_hidden_layers")
-    qk_norm = LLAMA not in (fields.get("architectures") or ())
-    head_dim = {"head_dim": optional(fields, "head_dim", 128)} if qk_norm else {}
+    named = fields.get("architectures")
+    qk_norm = not (isinstance(named, list) and LLAMA in named)
+    head_dim = {"head_dim": size(fields, "head_dim", 128)} if qk_norm else {}
     shape = LlamaConfig(
         **decoder_fields({**fields, **head_dim}), windows=(None,) * layers, qk_norm=qk_norm
     )
-    rank = optional(fields, "markov_rank", 0)
-    confident = bool(optional(fields, "enable_confidence_head", True))
-    with_markov = bool(optional(fields, "confidence_head_with_markov", True)) and rank > 0
+    rank = size(fields, "markov_rank", 0, least=0)
+    confident = flag(fields, "enable_confidence_head", True)
+    with_markov = flag(fields, "confidence_head_with_markov", True) and rank > 0
     return DSparkConfig(
         shape=shape,
-        block=required(fields, "block_size"),
+        block=_block(fields),
         mask_token=_mask(fields, shape.vocab_size),
         taps=_taps(fields),
         rank=rank,
@@ -140,9 +143,19 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _block(fields: Mapping[str, Any]) -> int:
+    """Rows of a block lie in memory for every request that may run, so it has a bound."""
+    block = required(fields, "block_size")
+    if block > LONGEST:
+        raise ModelLoadError(
+            f"The draft's block_size={block}: at most {LONGEST} are read.", setting="block_size"
+        )
+    return block
+
+
 def _mask(fields: Mapping[str, Any], vocab: int) -> int:
     value = fields.get("mask_token_id")
-    if not isinstance(value, int) or not 0 <= value < vocab:
+    if type(value) is not int or not 0 <= value < vocab:
         raise ModelLoadError(
             f"The draft's mask_token_id={value!r} is no id below {vocab}.", setting="mask_token_id"
         )
@@ -151,7 +164,7 @@ def _mask(fields: Mapping[str, Any], vocab: int) -> int:
 
 def _taps(fields: Mapping[str, Any]) -> tuple[int, ...]:
     ids = fields.get("target_layer_ids")
-    fine = isinstance(ids, list) and ids and all(isinstance(i, int) and i >= -1 for i in ids)
+    fine = isinstance(ids, list) and ids and all(type(i) is int and i >= -1 for i in ids)
     if not isinstance(ids, list) or not fine or len(set(ids)) != len(ids):
         raise ModelLoadError(
             f"The draft's target_layer_ids={ids!r} are no different layers from -1 on.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from deepinfer.errors import ModelLoadError, UnsupportedError
-from deepinfer.models.fields import decoder_fields, optional, required
+from deepinfer.models.fields import decoder_fields, flag, required, size
 from deepinfer.models.llama import LlamaConfig
 
 from deepinfer_speculative.fields import refuse, refuse_target
@@ -80,17 +80,17 @@ def read_config(raw: Mapping[str, Any], target: Any) -> Eagle3Config:
     step = "EAGLE-3 heads of one layer, as their authors publish them, are read."
     refuse(fields, _NEUTRAL, _KNOWN, _PREFIXES, _more(fields), step)
     qk_norm = fields.get("model_type") == "qwen3"
-    head_dim = {"head_dim": optional(fields, "head_dim", 128)} if qk_norm else {}
+    head_dim = {"head_dim": size(fields, "head_dim", 128)} if qk_norm else {}
     shape = LlamaConfig(**decoder_fields({**fields, **head_dim}), windows=(None,), qk_norm=qk_norm)
     config = Eagle3Config(
         shape=shape,
         vocab=required(fields, "draft_vocab_size"),
         taps=_taps(fields, target.layers),
-        target_hidden=optional(fields, "target_hidden_size", shape.hidden_size),
-        norm_before_fc=bool(fields.get("norm_before_fc")),
-        fc_norm=bool(fields.get("fc_norm")),
-        norm_before_residual=bool(fields.get("norm_before_residual")),
-        norm_output=bool(fields.get("norm_output")),
+        target_hidden=size(fields, "target_hidden_size", shape.hidden_size),
+        norm_before_fc=flag(fields, "norm_before_fc"),
+        fc_norm=flag(fields, "fc_norm"),
+        norm_before_residual=flag(fields, "norm_before_residual"),
+        norm_output=flag(fields, "norm_output"),
     )
     _check_target(config, target)
     return config
@@ -153,7 +153,7 @@ def _taps(fields: Mapping[str, Any], layers: int) -> tuple[int, ...]:
             "middle and high one.",
             setting=_IDS,
         )
-    fine = isinstance(ids, list) and all(isinstance(i, int) and 0 <= i <= layers for i in ids)
+    fine = isinstance(ids, list) and all(type(i) is int and 0 <= i <= layers for i in ids)
     if not fine or len(set(ids)) != len(ids):
         raise ModelLoadError(
             f"The head's {_IDS}={ids!r} are no different layers of a target of {layers}.",
