@@ -73,11 +73,23 @@ class World:
 
     def prefill(self):
         """Hidden rows of every text's last token, all texts in one step."""
+        return self.whole()[self.last]
+
+    def whole(self):
+        """Hidden rows of all tokens, all texts in one step."""
         batch = self.batch(self.lengths)
-        args = (self.x, self.layers, batch, self, self.angles, None, self.blocks)
-        return all_layers(*args)[self.last]
+        return all_layers(self.x, self.layers, batch, self, self.angles, None, self.blocks)
 
     def decode(self, run):
         """The same rows as a decode step, by a ``Layers``; the cache holds what a prefill wrote."""
         step = self.batch(torch.ones_like(self.lengths))
         return run(self.x[self.last], self.layers, step, self, self.angles).clone()
+
+    def tails(self, run, most):
+        """The last rows of each text, up to ``most`` int64[n] of them, by a ``Layers``; and which
+        rows of all they are.
+        """
+        counts = torch.minimum(most, self.lengths)
+        step = self.batch(counts)
+        at = (self.last + 1 - self.lengths)[step.row_of_token] + step.positions
+        return run(self.x[at], self.layers, step, self, self.angles).clone(), at

@@ -87,23 +87,23 @@ def mixed():
 
 
 def staged():
-    """What is wrong with a step of 3 rows among the inputs of a graph for 5."""
+    """What is wrong with a step of 3 rows of 2 requests among the inputs of a graph for 5."""
 
-    def inputs(rows, width, fill):
-        ints = [torch.full((rows,), fill) for _ in range(3)]
-        table = torch.full((rows, width), fill, dtype=torch.int32)
-        return [torch.full((rows, 24), float(fill)), table, *ints, torch.zeros(rows + 1).int()]
+    def inputs(rows, requests, width, fill):
+        ints = [torch.full((count,), fill) for count in (rows, rows, requests)]
+        table = torch.full((requests, width), fill, dtype=torch.int32)
+        return [torch.full((rows, 24), float(fill)), table, *ints, torch.zeros(requests + 1).int()]
 
-    step, standing = inputs(3, 2, 7), inputs(5, 4, 9)
-    step[5] = torch.arange(4, dtype=torch.int32)
+    step, standing = inputs(3, 2, 2, 7), inputs(5, 5, 4, 9)
+    step[5] = torch.tensor((0, 1, 3), dtype=torch.int32)
     rows.stage(tuple(step), tuple(standing))
     x, table, positions, slots, lengths, cu_q = standing
-    whole = torch.equal(x[:3], step[0]) and torch.equal(table[:3, :2], step[1])
+    whole = torch.equal(x[:3], step[0]) and torch.equal(table[:2, :2], step[1])
     if not whole or positions[:3].tolist() != [7, 7, 7]:
         yield "stage: rows, pages or positions are not the step's"
-    if (slots.tolist(), lengths.tolist()) != ([7, 7, 7, -1, -1], [7, 7, 7, 0, 0]):
+    if (slots.tolist(), lengths.tolist()) != ([7, 7, 7, -1, -1], [7, 7, 0, 0, 0]):
         yield f"stage: slots {slots.tolist()}, lengths {lengths.tolist()}"
-    if cu_q.tolist() != [0, 1, 2, 3, 3, 3]:
+    if cu_q.tolist() != [0, 1, 3, 3, 3, 3]:
         yield f"stage: cu_q {cu_q.tolist()}"
 
 

@@ -69,6 +69,28 @@ def test_graphs_padding_and_prefill_show_in_no_bit(device):
                 assert torch.equal(world.decode(run), want), requests
 
 
+def test_graphs_of_several_rows_a_request_show_in_no_bit(device):
+    """Drafts to verify and short prompts: any mix of rows, by one graph, with the whole's bits."""
+    from decoder import World
+    from deepinfer_backend_cuda.layers import Layers
+
+    source = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        for requests in (1, 3, 9, 40):
+            world, graphs = World(device, requests), Layers(device)
+            want = world.whole()
+            for turn in range(6):
+                most = torch.randint(1, 7, (requests,), generator=source)
+                if turn == 3:
+                    most[:] = 1
+                if requests < 9 and turn == 4:
+                    most[0] = 20
+                got, at = world.tails(graphs, most.to(device))
+                assert torch.equal(got, want[at]), (requests, most.tolist())
+            assert len(graphs._stages) <= 6
+            assert any(stage.replay is not None for stage in graphs._stages.values())
+
+
 @pytest.mark.parametrize("n, k", [(576, 576), (4096, 4096), (200, 96)])
 def test_fp8_weights_have_the_bits_of_the_decoded_ones(device, n, k):
     """Any number of rows, with a bias or not, decoded in registers or at once."""

@@ -1,8 +1,10 @@
 """``attention_block`` and ``decoder_layers``: the same kernels, fewer launches.
 
-Decode steps run as CUDA graphs, one for each tier of tokens and of block-table width, made at a
-tier's second step. A graph runs what an eager step runs, and no kernel's bits depend on the number
-of rows, so neither padding nor replay shows.
+Steps of few rows a request (decode, drafts to verify, short prompts) run as CUDA graphs, one for
+each tier of tokens and of block-table width, made at a tier's second step. A graph takes every row
+for a request's only one where it chooses its kernels, and how many a request has is an input, so
+one graph serves all mixes. No kernel's bits depend on the number of rows, so neither padding nor
+replay shows.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from deepinfer_backend_cuda.linear import gated, linear
 
 MOST_TOKENS = 256
 """Steps of more rows are not worth a graph: launches hide behind the work."""
+ROWS_A_REQUEST = 8
+SHORT = 32
+"""A graph's attention has tiles of one decoded row's height: for more rows a request than these,
+beyond so many in all, it would read keys too often."""
 Blocks = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]
 
 
@@ -161,10 +167,11 @@ class Layers:
         cos_sin: Tensor,
         taps: Taps | None = None,
     ) -> Tensor:
-        """The op. A decode step, one row for each request, is staged and replayed."""
+        """The op. A step of few rows is staged and replayed."""
         tokens = len(x)
         plan = batch.attn
-        if self._graphs is None or tokens > MOST_TOKENS or tokens != len(plan.kv_lengths):
+        few = max(SHORT, ROWS_A_REQUEST * len(plan.kv_lengths))
+        if self._graphs is None or tokens > min(few, MOST_TOKENS) or tokens < len(plan.kv_lengths):
             return all_layers(x, layers, batch, kv, cos_sin, taps, self._blocks)
         if self._of[0] is not layers or self._of[1] is not kv:
             self._stages.clear()

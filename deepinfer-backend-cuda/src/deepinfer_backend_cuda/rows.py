@@ -212,8 +212,9 @@ def stage(
     step: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     standing: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """A decode step of T rows into a graph's inputs of at least as many: each x [·, H], block table
-    int32[·, W], positions, slots and lengths int64[·], and cu_q int32[· + 1], which begins with 0.
+    """A step of T rows of n <= T requests into a graph's inputs of N >= T rows and as many
+    requests: each x [·, H], block table int32[·, W], positions and slots int64[·] of the rows,
+    lengths int64[·] of the requests, and cu_q int32[· + 1], which begins with 0.
     """
     x, table, positions, slots, lengths, cu_q = (tensor.contiguous() for tensor in step)
     x_to, table_to, *_, cu_q_to = standing
@@ -232,6 +233,7 @@ def stage(
         cu_q,
         cu_q_to,
         tokens,
+        len(table),
         table.shape[1],
         x.stride(0),
         table.stride(0),

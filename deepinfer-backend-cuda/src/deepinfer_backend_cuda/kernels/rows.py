@@ -157,27 +157,28 @@ def kv_write_kernel(
         tl.store(vc_ptr + to, v.to(vc_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "pages", "table_row"])
+@triton.jit(do_not_specialize=["tokens", "requests", "pages", "table_row"])
 def stage_kernel(
     x_ptr, x_to, table_ptr, table_to, pos_ptr, pos_to, slot_ptr, slot_to, length_ptr, length_to,
-    cu_q_ptr, cu_q_to, tokens, pages, x_row, table_row, to_row,
+    cu_q_ptr, cu_q_to, tokens, requests, pages, x_row, table_row, to_row,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGES_BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """Row t of a decode step to a graph's standing inputs; a row that is none writes nowhere and
-    sees no key.
+    """Row t and request t of a step to a graph's standing inputs; a row that is none writes
+    nowhere, a request that is none has no rows and no keys.
     """
     follow(CHAIN)
     t = tl.program_id(0)
     real = t < tokens
+    asked = t < requests
     cols = tl.arange(0, BLOCK)
     mask = (cols < WIDTH) & real
     row = t.to(tl.int64)
     tl.store(x_to + row * WIDTH + cols, tl.load(x_ptr + row * x_row + cols, mask=mask), mask=mask)
     page = tl.arange(0, PAGES_BLOCK)
-    mask = (page < pages) & real
+    mask = (page < pages) & asked
     table = tl.load(table_ptr + row * table_row + page, mask=mask)
     tl.store(table_to + row * to_row + page, table, mask=mask)
     tl.store(pos_to + t, tl.load(pos_ptr + t, mask=real, other=0))
     tl.store(slot_to + t, tl.load(slot_ptr + t, mask=real, other=-1))
-    tl.store(length_to + t, tl.load(length_ptr + t, mask=real, other=0))
-    tl.store(cu_q_to + t + 1, tl.load(cu_q_ptr + t + 1, mask=real, other=tokens))
+    tl.store(length_to + t, tl.load(length_ptr + t, mask=asked, other=0))
+    tl.store(cu_q_to + t + 1, tl.load(cu_q_ptr + t + 1, mask=asked, other=tokens))
