@@ -287,9 +287,22 @@ def test_a_pause_costs_the_planner_next_to_nothing(tmp_path):
     assert not any(c.rows or c.propose for c in choices[-8:]), "rows are dear: it pauses"
     ranks.clear()
     quiet = [planner.choose(facts([View(1), View(2)])) for _ in range(24)]
-    assert not any(c.rows or c.propose for c in quiet) and len(ranks) <= 6
+    assert not any(c.rows or c.propose for c in quiet) and not ranks
     planner.choose(facts([View(n) for n in range(8)]))
     assert ranks[-1] == 8, "another load is looked at at once"
+
+
+def test_after_a_trial_a_pause_reckons_with_what_it_taught(tmp_path):
+    device = Device(base=0.1, row=0.001, draft=0.02)
+    planner = Planner(context(tmp_path, device))
+    engine = Engine(planner, device, stand=0.0)
+    promised = []
+    for _ in range(600):
+        engine.run(1)
+        if planner._prospects:
+            promised.append(planner._prospects[4].rate)
+    assert len(set(promised)) >= 3, "each pause works it out anew"
+    assert promised[-1] < promised[0], "drafts that never stand promise less and less"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from deepinfer.api.speculative import DraftChoice
@@ -50,6 +50,16 @@ LOOK: Final = 8
 """While it pauses, a planner looks only every so many steps: on a CPU its time is the model's."""
 
 
+class _Prospect(NamedTuple):
+    """By the table: tokens a second with the best number of drafts; seconds of a step without
+    drafts, and of one of a trial.
+    """
+
+    rate: float
+    plain: float
+    trial: float
+
+
 class Planner:
     """A :class:`~deepinfer.api.speculative.DraftPlanner`.
 
@@ -71,6 +81,8 @@ class Planner:
         self._outlook = Outlook(context.draft_len, context.acceptance == "exact")
         self._pace = Pace()
         self._table = None if context.mode == "static" else _table(context)
+        self._plains: dict[int, float] = {}  # by requests, as the next
+        self._prospects: dict[int, _Prospect] = {}
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
         self._drafting = True
         self._wait = FIRST_WAIT
@@ -84,20 +96,22 @@ class Planner:
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """K, and whether to draft behind the step."""
-        if self._sleeps(facts):
-            return self._plain(facts)
-        most = np.array([r.most_drafts for r in facts.decoding], np.int64)
-        eligible = np.clip(most, 0, self.draft_len)
-        self._outlook.forget(facts.decoding)
-        there = np.minimum(eligible, self._outlook.drafted(facts.decoding))
-        everything = min(int(there.sum()), facts.room)
-        choice = self._choose(facts, eligible, everything)
+        choice = self._pausing(facts) if self._paused else self._drafted(facts)
         self._proposed = choice.propose
         self.counts["steps"] += 1
         self.counts["steps_with_drafts"] += choice.rows > 0
         self.counts["steps_without_drafting"] += not choice.propose
         self.counts["rows"] += choice.rows
         return choice
+
+    def _drafted(self, facts: DraftFacts) -> DraftChoice:
+        """A step that may have drafts."""
+        most = np.array([r.most_drafts for r in facts.decoding], np.int64)
+        eligible = np.clip(most, 0, self.draft_len)
+        self._outlook.forget(facts.decoding)
+        there = np.minimum(eligible, self._outlook.drafted(facts.decoding))
+        everything = min(int(there.sum()), facts.room)
+        return self._choose(facts, eligible, everything)
 
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
@@ -122,22 +136,38 @@ class Planner:
         """Adaptive, and neither is anything drafted nor was it before the last step."""
         return self._mode == "adaptive" and not (self._drafting or self._proposed)
 
-    def _sleeps(self, facts: DraftFacts) -> bool:
-        """A step of a pause in which there is nothing to decide."""
-        requests = len(facts.decoding) + facts.emitting
-        due = self._since % LOOK == 0 or self._changed(requests)
-        return self._paused and self._table is not None and not due
-
-    def _plain(self, facts: DraftFacts) -> DraftChoice:
-        """A step without drafts."""
+    def _pausing(self, facts: DraftFacts) -> DraftChoice:
+        """A step of a pause: it has no drafts, and may be the last without drafting behind it."""
         assert self._table is not None
-        self._since += 1
-        self.counts["steps"] += 1
-        self.counts["steps_without_drafting"] += 1
+        count = len(facts.decoding)
+        requests = count + facts.emitting
+        if requests and (self._since % LOOK == 0 or self._changed(requests)):
+            back = self._comes_back(requests)
+        else:
+            self._since += 1
+            back = False
         if not facts.prefill_tokens:
-            seconds = float(self._table.plain(np.array(len(facts.decoding))))
-            self._pace.expect(facts.step, facts.now, seconds, False)
-        return DraftChoice(0, propose=False)
+            if count not in self._plains:
+                self._plains[count] = float(self._table.plain(np.array(count)))
+            seconds = self._plains[count] + (self._drafting_takes(requests) if back else 0.0)
+            self._pace.expect(facts.step, facts.now, seconds, back)
+        return DraftChoice(0, propose=back)
+
+    def _comes_back(self, requests: int) -> bool:
+        """While a pause goes on nothing is learnt of drafts, so what usual ones promise is worked
+        out once for each load.
+        """
+        if requests not in self._prospects:
+            gains = np.sort(self._outlook.usual(requests).ravel())[::-1]
+            self._prospects[requests] = self._prospect(gains, requests)
+        back = self._weighed(self._prospects[requests], requests)
+        if back:
+            self._prospects.clear()
+        return back
+
+    def _drafting_takes(self, requests: int) -> float:
+        assert self._table is not None
+        return float(self._table.draft(np.array(requests)))
 
     def _changed(self, requests: int) -> bool:
         return abs(requests - self._load) > 0.25 * self._load
@@ -182,13 +212,24 @@ class Planner:
             gains = np.zeros(0)
             fresh = self._outlook.usual(requests)
         gains = np.sort(np.concatenate((gains, fresh.ravel())))[::-1]
-        ratio = self._pace.ratio
-        drafted = self._table.steps(requests, len(gains), requests, True) * ratio[True]
-        on = float(throughput(gains, requests, np.maximum(drafted, 1e-9)).max())
-        plain = max(float(self._table.plain(np.array(requests))) * ratio[False], 1e-9)
-        trial = float(drafted[min(-(-requests // 4), len(drafted) - 1)])
-        dear = int(TRIAL * max(trial / plain - 1.0, 0.0) / PRICE)
-        return self._switch(on, requests / plain, requests, dear)
+        return self._weighed(self._prospect(gains, requests), requests)
+
+    def _prospect(self, gains: Floats, requests: int) -> _Prospect:
+        """Of steps with drafts of these survivals and without, by the table."""
+        assert self._table is not None
+        drafted = np.maximum(self._table.steps(requests, len(gains), requests, True), 1e-9)
+        return _Prospect(
+            rate=float(throughput(gains, requests, drafted).max()),
+            plain=max(float(self._table.plain(np.array(requests))), 1e-9),
+            trial=float(drafted[min(-(-requests // 4), len(drafted) - 1)]),
+        )
+
+    def _weighed(self, prospect: _Prospect, requests: int) -> bool:
+        """The same as times are of late."""
+        drafted, plain = (max(self._pace.ratio[kind], 1e-9) for kind in (True, False))
+        plain *= prospect.plain
+        dear = int(TRIAL * max(prospect.trial * drafted / plain - 1.0, 0.0) / PRICE)
+        return self._switch(prospect.rate / drafted, requests / plain, requests, dear)
 
     def _switch(self, on: float, off: float, requests: int, dear: int) -> bool:
         """Stop and come back, with trials that become rarer while they do not pay.

@@ -197,9 +197,10 @@ class StepOutput:
     """What a step produced, on the host.
 
     ``tokens`` int32[n, 1+γ] with the first ``counts[i]`` of row i emitted (0 for rows that do not
-    emit and for dead rows); ``drafts`` int32[n, γ] for the next step, of which the first
-    ``drafted`` int32[n] are any (None: all); ``verified`` int32[n]: how many drafts ran in this
-    step and could stand; ``faults`` uint8[n] (:class:`Fault`), a row with a fault emits nothing;
+    emit and for dead rows); ``drafts`` int32[n, γ] for the next step (None: none ran in this one,
+    and there are none), of which the first ``drafted`` int32[n] are any (None: all); ``verified``
+    int32[n]: how many drafts ran in this step and could stand; ``faults`` uint8[n]
+    (:class:`Fault`), a row with a fault emits nothing;
     ``prompt_logprobs``: (row, logprobs) pairs.
     """
 

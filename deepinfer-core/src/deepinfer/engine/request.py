@@ -210,25 +210,30 @@ class RequestState:
 
 
 class LandedDrafts:
-    """What a step's output says of drafts, request by request: those that ran, the next ones."""
+    """What a step's output says of drafts, request by request: those that ran, the next ones.
+
+    Without ``drafts`` none ran, and there are none for the next step.
+    """
 
     def __init__(self, out: StepOutput) -> None:
-        assert out.drafts is not None
-        self._drafts: list[list[int]] = out.drafts.tolist()
-        self._counts: list[int] = out.counts.tolist()
+        self._out = out
+        self._drafts = None if out.drafts is None else out.drafts.tolist()
         self._drafted = None if out.drafted is None else out.drafted.tolist()
         self._verified = None if out.verified is None else out.verified.tolist()
 
     def take(self, r: RequestState, i: int, decode: bool) -> None:
         """Row i, after its tokens have become text; what lies behind a stop is no draft's merit."""
-        count, gained = self._counts[i], len(r.tokens) - r.landed
+        gained = len(r.tokens) - r.landed
+        r.landed = len(r.tokens)
+        if self._drafts is None and not r.drafts:
+            return
+        count = int(self._out.counts[i])
         if decode and count:
             metrics = r.output.metrics
             metrics.drafted += len(r.drafts)
             metrics.verified += 0 if self._verified is None else self._verified[i]
             metrics.accepted += min(count - 1, gained)
-        r.landed = len(r.tokens)
-        r.drafts = self._drafts[i]
+        r.drafts = [] if self._drafts is None else self._drafts[i]
         if self._drafted is not None:
             r.drafts = r.drafts[: self._drafted[i]]
 

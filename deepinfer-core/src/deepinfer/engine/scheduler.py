@@ -131,9 +131,8 @@ class Scheduler:
         """Draft rows of the whole step; they come out of the token budget, anchors first."""
         decoding = [r for r in self.running if r.decodes and r.most_drafts >= 0]
         room = max(0, min(budget.tokens - len(decoding), budget.draft_rows))
-        most = min(room, sum([min(self.draft_len, r.most_drafts) for r in decoding]))
         if self.planner is None:
-            return DraftChoice(most)
+            return DraftChoice(self._most(decoding, room))
         tokens, emitting = self._prompts_beside(budget, len(decoding))
         choice = self.planner.choose(
             DraftFacts(
@@ -145,7 +144,13 @@ class Scheduler:
                 room=room,
             )
         )
-        return choice._replace(rows=max(0, min(most, choice.rows)))
+        if choice.rows <= 0:
+            return choice._replace(rows=0)
+        return choice._replace(rows=min(self._most(decoding, room), choice.rows))
+
+    def _most(self, decoding: list[RequestState], room: int) -> int:
+        """Draft rows that texts and the budget have room for."""
+        return min(room, sum([min(self.draft_len, r.most_drafts) for r in decoding]))
 
     def _prompts_beside(self, budget: Budget, decoding: int) -> tuple[int, int]:
         """Tokens of prompts that the step will likely run, and how many prompts end with it."""
@@ -204,7 +209,7 @@ class Scheduler:
 
         Only pages whose tokens are emitted and whose KV this step has written are published.
         """
-        landed = None if out.drafts is None else LandedDrafts(out)
+        landed = LandedDrafts(out) if self.draft_len else None
         decodes = 0
         cache, page_size = self.cache, self.cache.page_size
         for i, r in enumerate(planned):

@@ -275,17 +275,19 @@ class ModelRunner:
         bitmask = to_device(torch.from_numpy(np.array(inputs.bitmask, np.int32)), device)
         return bitmask, torch.where(real, batch.layout.grid[at[0], at[1]], -1)
 
-    def _draft(self, work: _OpenStep, counts: Tensor) -> Drafts:
-        """Tell the drafter what stood, and put its proposals behind the texts."""
-        rig, rows, layout = self._rig, work.step.rows, work.step.layout
-        kept = layout.count.clone()
-        kept[rows.emit_row] = torch.where(rows.decode[rows.emit_row], counts, kept[rows.emit_row])
-        mine = layout.row >= 0
-        rig.drafter.commit(work.taps, mine & (layout.offset < kept[layout.row]))
+    def _draft(self, work: _OpenStep, counts: Tensor) -> Drafts | None:
+        """Tell the drafter what stood, and put its proposals behind the texts; None: no draft ran
+        and none is there for the next step.
+        """
+        rig, rows = self._rig, work.step.rows
+        rig.drafter.commit(work.taps, _kept(work.step, counts))
         if not work.propose:
             rig.slots.no_drafts(rows.emit_slot)
+            if not work.step.drafts.shape[1]:
+                return None
             none = counts.new_zeros((len(counts), rig.drafter.draft_len))
             return Drafts(none, None, torch.zeros_like(counts))
+        rig.slots.greedy, rig.slots.filtered = rows.greedy, rows.filtered
         drafts = rig.drafter.propose(rig.slots.anchors(rows.emit_slot), rows.emit_slot)
         rig.slots.set_drafts(rows.emit_slot, drafts.ids, drafts.drafted)
         return drafts
@@ -330,6 +332,16 @@ class ModelRunner:
             for rows, ids in zip(torch.split(place, tile), torch.split(target, tile), strict=True)
         ]
         return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _kept(batch: StepBatch, counts: Tensor) -> Tensor:
+    """bool[T]: which token rows are text now; counts int64[R]: tokens of each emitting row."""
+    rows, layout = batch.rows, batch.layout
+    if layout.each:
+        return counts > 0
+    kept = layout.count.clone()
+    kept[rows.emit_row] = torch.where(rows.decode[rows.emit_row], counts, kept[rows.emit_row])
+    return (layout.row >= 0) & (layout.offset < kept[layout.row])
 
 
 def _settle(batch: StepBatch, counts: Tensor, faults: Tensor) -> tuple[Tensor, Tensor]:

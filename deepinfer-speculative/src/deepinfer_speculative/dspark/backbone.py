@@ -8,7 +8,6 @@ target's pages; those of the block lie in pages of its own and are written anew 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -148,14 +147,10 @@ class Backbone(DraftModel):
         self.layers = [DSparkLayer(config.shape, ops) for _ in range(config.shape.layers)]
         self.w1, self.w2, self.sure = Linear(ops), Linear(ops), Linear(ops)
 
-    def write(
-        self, hidden: Mapping[int, Tensor], positions: Tensor, slots: Tensor, kv: KVPools
-    ) -> None:
-        """Context keys and values of target rows [T, H] of each tapped layer into their pages.
-
-        positions, slots int64[T]; a row with slot −1 is not written.
+    def write(self, joined: Tensor, positions: Tensor, slots: Tensor, kv: KVPools) -> None:
+        """Context keys and values of target rows into their pages: [T, taps × H], the tapped layers
+        side by side, positions and slots int64[T]; a row with slot −1 is not written.
         """
-        joined = torch.cat([hidden[layer] for layer in self.config.taps], -1)
         x = self.hidden_norm(self.fc(joined))
         for index, layer in enumerate(self.layers):
             k, v = layer.keys(x, positions, self.cos_sin)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from deepinfer.api.speculative import DrafterContext, DrafterTarget, SlotView, StepTaps
     from deepinfer.models.checkpoint import Checkpoint
 
-MANY: Final = 32
-"""Rows of context that are made at once, at least, where no draft asks for them."""
-_Rows = tuple[dict[int, Tensor], Tensor, Tensor]  # by tapped layer, positions, slots
+MANY: Final = 256
+"""Rows of context that wait on a CPU where no draft asks for them: there the cost of a call is that
+of many rows, and so many are less than the last cache."""
 
 
 class DSparkDrafter(BlockDrafter):
@@ -41,6 +41,8 @@ class DSparkDrafter(BlockDrafter):
     draft's time; ``same`` does not; ``auto`` (usual) is ``int8`` on backend ``cpu``, the only one
     that has it.
     """
+
+    RECORDED = True
 
     def __init__(self, context: DrafterContext, target: DrafterTarget) -> None:
         checkpoint, config = _open(context)
@@ -60,8 +62,8 @@ class DSparkDrafter(BlockDrafter):
             torch.zeros(size, dtype=target.dtype, device=target.device),
             torch.zeros(size, dtype=target.dtype, device=target.device),
         )
-        self._blocks: tuple[int, Any, Tensor] | None = None
-        self._waiting: list[_Rows] = []
+        self._blocks: dict[int, tuple[Any, Tensor]] = {}
+        self._waiting = _Waiting(len(self.taps) * config.shape.hidden_size, target.dtype)
 
     @classmethod
     def needs(cls, context: DrafterContext) -> DraftNeeds:
@@ -91,28 +93,30 @@ class DSparkDrafter(BlockDrafter):
         On a CPU, rows that are no text cost nothing, and the others wait until a draft reads them
         or there are many: while nobody drafts, weights are read once for all of these.
         """
-        hidden, positions = taps.hidden, taps.batch.positions
+        hidden, positions = [taps.hidden[layer] for layer in self.taps], taps.batch.positions
         if slots.device.type != "cpu":
-            self._backbone.write(hidden, positions, slots, kv)
+            self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
             return
         text = (slots >= 0).nonzero().flatten()
-        rows = {layer: hidden[layer][text] for layer in self.taps}
-        self._waiting.append((rows, positions[text], slots[text]))
-        if sum(len(slots) for _, _, slots in self._waiting) >= MANY:
-            self._write_waiting(kv)
+        if len(text) < len(slots):
+            hidden = [rows[text] for rows in hidden]
+            positions, slots = positions[text], slots[text]
+        if not self._waiting.fits(len(slots)):
+            self.settle(kv)
+        if len(slots) > MANY:
+            self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
+        elif len(slots):
+            self._waiting.add(hidden, positions, slots)
 
-    def _write_waiting(self, kv: KVPools) -> None:
-        """In the order of steps: of two rows for one place the later one stands."""
-        waiting, self._waiting = self._waiting, []
-        for rows, positions, slots in waiting if len(waiting) == 1 else _joined(waiting):
-            if len(slots):
-                self._backbone.write(rows, positions, slots, kv)
+    def settle(self, kv: KVPools) -> None:
+        """Write the rows that wait."""
+        if self._waiting.count:
+            self._backbone.write(*self._waiting.take(), kv)
 
     def hidden(
         self, anchors: Tensor, slots: Tensor, view: SlotView, kv: KVPools
     ) -> tuple[Tensor, Tensor]:
         """Both heads read the rows behind the final norm."""
-        self._write_waiting(kv)
         block = self.config.block
         ids = anchors[:, None].repeat(1, block)
         ids[:, 1:] = self.config.mask_token
@@ -138,9 +142,11 @@ class DSparkDrafter(BlockDrafter):
         )
 
     def _block_plan(self, count: int, rows: Tensor) -> tuple[Any, Tensor]:
-        """Attention of ``count`` blocks over themselves, and where their keys go."""
-        if self._blocks is not None and self._blocks[0] == count:
-            return self._blocks[1], self._blocks[2]
+        """Attention of ``count`` blocks over themselves, and where their keys go. Kept: graphs
+        read them.
+        """
+        if count in self._blocks:
+            return self._blocks[count]
         block, pages = self.config.block, self._pages
         mine = torch.arange(count * pages, device=rows.device).view(count, pages)
         table = mine.int().repeat_interleave(block, 0)
@@ -148,17 +154,44 @@ class DSparkDrafter(BlockDrafter):
         plan = self._backbone.ops.plan_attention(table, length, rows, self._page_size)
         place = torch.arange(block, device=rows.device)
         written = (mine[:, :1] * self._page_size + place).flatten()
-        self._blocks = count, plan, written
+        self._blocks[count] = plan, written
         return plan, written
 
 
-def _joined(waiting: list[_Rows]) -> list[_Rows]:
-    """All as one, or as they are where one place comes twice."""
-    slots = torch.cat([mine for _, _, mine in waiting]) if waiting else None
-    if slots is None or len(set(slots.tolist())) < len(slots):
-        return waiting
-    rows = {layer: torch.cat([mine[layer] for mine, _, _ in waiting]) for layer in waiting[0][0]}
-    return [(rows, torch.cat([places for _, places, _ in waiting]), slots)]
+class _Waiting:
+    """At most ``MANY`` rows of context that nobody has needed yet: tapped layers side by side
+    [n, width], positions and slots int64[n].
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._width, self._dtype = width, dtype
+        self._rows: Tensor | None = None
+        self._places = torch.empty((2, MANY), dtype=torch.int64)
+        self.count = 0
+
+    def fits(self, count: int) -> bool:
+        return self.count + count <= MANY
+
+    def add(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
+        """Rows [n, H] of each layer, as many as fit."""
+        if self._rows is None:
+            self._rows = torch.empty((MANY, self._width), dtype=self._dtype)
+        began, self.count = self.count, self.count + len(slots)
+        torch.cat(hidden, -1, out=self._rows[began : self.count])
+        torch.stack((positions, slots), out=self._places[:, began : self.count])
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All of them, of two rows for one slot the later one; they wait no longer, and are good
+        until the next :meth:`add`.
+        """
+        assert self._rows is not None, "something was added"
+        rows, (positions, slots) = self._rows[: self.count], self._places[:, : self.count]
+        self.count = 0
+        last = {slot: row for row, slot in enumerate(slots.tolist())}
+        if len(last) < len(slots):
+            mine = torch.tensor(list(last.values()))
+            rows, positions, slots = rows[mine], positions[mine], slots[mine]
+        return rows, positions, slots
 
 
 def _folder(context: DrafterContext) -> str:
