@@ -10,7 +10,7 @@ and value are zeros, and :func:`join` takes what they add to a softmax away agai
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from deepinfer.layers import RMSNorm
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from deepinfer_speculative.eagle3.config import Eagle3Config
 
 Pages = tuple[Tensor, Tensor]
+LOST: Final = 5e-7
+"""Four times float32's rounding: a smaller share of a sum is known to less than a quarter."""
 
 
 class PairLayer(DraftLayer):
@@ -90,10 +92,12 @@ def join(far: Tensor, far_lse: Tensor, near: Tensor, near_lse: Tensor) -> Tensor
 
     far, near [R, HQ, D] with lse float32[R, HQ]; float32[R, HQ, D]. The first set begins with a key
     and a value of zeros, unless it is empty (lse −inf): it has weight 1 and adds nothing, so where
-    every score is below −10 or so little is left of float32's digits. The second is never empty.
+    every score of the set is below −10 or so little is left of float32's digits. Where nothing is
+    left, the set is left out, or its rows would be divided by rounding. The second is never empty.
     """
     top = torch.maximum(far_lse, near_lse).clamp(min=0)
     a, b = torch.exp(far_lse - top)[..., None], torch.exp(near_lse - top)[..., None]
     nothing = torch.where(far_lse == -torch.inf, 0.0, torch.exp(-top))[..., None]
-    mass = (a - nothing).clamp(min=0) + b
-    return (far.float() * a + near.float() * b) / mass
+    known = (a - nothing) > LOST * a
+    mass = torch.where(known, a - nothing, 0.0) + b
+    return (torch.where(known, far.float() * a, 0.0) + near.float() * b) / mass
