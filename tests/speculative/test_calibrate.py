@@ -166,6 +166,16 @@ def test_the_carried_draft_needs_a_file_to_write(tmp_path):
         assert llm.assembly.facts.draft_len == len(found.temperatures["greedy"])
 
 
+def test_there_must_be_a_place_to_write_before_anything_runs(tmp_path):
+    target = str(write_tiny_checkpoint(tmp_path / "t"))
+    shipped = EngineConfig(model=target, speculative="dspark-demo")
+    with pytest.raises(ConfigError, match="the package of 'dspark-demo'") as raised:
+        run(shipped, Workload())
+    assert "--out" in raised.value.next_step
+    with pytest.raises(ConfigError, match="there is no folder .*nowhere"):
+        run(shipped, Workload(), tmp_path / "nowhere" / "c.json")
+
+
 def test_what_has_no_confidences_is_refused(tmp_path):
     target = str(write_tiny_checkpoint(tmp_path / "t"))
     with pytest.raises(ConfigError, match="'ngram' has no confidences"):
@@ -227,8 +237,14 @@ def test_certainty_stays_finite():
         ('{"exact": []}', "no calibration"),
         ('{"exact": {"greedy": 2}}', "no calibration"),
         ('{"exact": {"greedy": ["x"]}}', "no calibration"),
-        ('{"exact": {"greedy": [1, 0]}}', "above 0"),
-        ('{"exact": {"sampled": [NaN]}}', "above 0"),
+        ('{"exact": {"greedy": [1, 0]}}', r"exact.greedy is \[1, 0\], .* from 1e-06 to"),
+        ('{"exact": {"sampled": [NaN]}}', r"exact.sampled is \[nan\], .* from 1e-06 to"),
+        ('{"exact": {"greedy": [1e300]}}', "from 1e-06 to 1e\\+06"),
+        ('{"exact": {"greedy": [true]}}', "no calibration"),
+        ('{"exact": {"greedy": [[2]]}}', "no calibration"),
+        ('{"exact": {"greedey": [2]}}', "an object of greedy and sampled"),
+        ('{"exakt": {"greedy": [2]}}', "an object of exact and ratio"),
+        ("null", "deepinfer speculative calibrate"),
         (None, "no calibration"),
     ],
 )
@@ -262,7 +278,9 @@ def test_prompts_of_a_file(tmp_path):
     assert read_prompts(file, 2) == [[{"role": "user", "content": "a"}], "c"]
     with pytest.raises(ConfigError, match="line 3"):
         read_prompts(file, None)
-    for text in ("", "7\n", '{"prompt": 3}\n', "\xff\n"):
+    file.write_text('{"prompt": "a"}\n\n  \n{"prompt": "b"}\n\n')
+    assert read_prompts(file, None) == ["a", "b"]
+    for text in ("", "\n", "null\n", '"turns"\n', "7\n", '{"prompt": 3}\n', "\xff\n"):
         file.write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match=r"p\.jsonl"):
             read_prompts(file, None)

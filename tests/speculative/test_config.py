@@ -1,12 +1,13 @@
 """From arguments and variables to a speculator: what is meant, what is refused, by which name."""
 
 import json
+from pathlib import Path
 
 import pytest
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli.config import memory_facts
 from deepinfer.config import EngineConfig
-from deepinfer.errors import ConfigError, DeepInferError, UnsupportedError
+from deepinfer.errors import ConfigError, DeepInferError, ModelLoadError, UnsupportedError
 from deepinfer.testing.tiny import write_tiny_checkpoint
 
 ON, NEXTN = "DEEPINFER_ENABLE_MTP_VARLEN", "DEEPINFER_USE_NEXTN_DECODE"
@@ -51,6 +52,8 @@ def test_ways_to_say_the_same(given):
 def test_names_paths_and_off():
     assert asked("ngram").method == "ngram"
     assert asked("some/draft").model == "some/draft"
+    both = asked("mode=static,some/draft")
+    assert (both.method, both.model, both.mode) == (None, "some/draft", "static")
     assert asked("off") is None and asked(None) is None
     assert asked({"num_speculative_tokens": 0}) is None
 
@@ -62,6 +65,10 @@ def test_names_paths_and_off():
         ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
         ({"acceptance": "maybe"}, "acceptance='maybe'"),
         ("{broken", "JSON"),
+        ("=5", "no key"),
+        ("ngram,,mode=static", "no key"),
+        ("ngram,method=dspark", "every name once"),
+        ("mode=cap,mode=static", "every name once"),
         (7, "speculative=7"),
     ],
 )
@@ -108,6 +115,9 @@ def test_the_switch_asks_for_the_carried_draft(monkeypatch, tiny):
         ({"method": "ngram", "num_speculativ_tokens": 2}, "'num_speculativ_tokens' .*tokens'"),
         ({"method": "ngram", "model": "a/b"}, "takes no model"),
         ({}, "carries none"),
+        ({"Method": "ngram"}, "carries none. Did you mean 'method' by 'Method'"),
+        ("mtp", "DeepSeek-V4.1 checkpoint carries, and this one carries none"),
+        ("/no/draft", "Give the path of a draft checkpoint's folder"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(tiny, given, said):
@@ -130,6 +140,17 @@ def test_a_draft_checkpoint_of_nobody_is_refused(tiny, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OddDraftModel"]}))
     with pytest.raises(ConfigError, match="OddDraftModel"):
         opened(tiny, speculative=str(tmp_path))
+
+
+def test_what_is_wrong_in_a_drafts_checkpoint_is_said_of_the_draft(tiny, tmp_path):
+    raw = {**json.loads(Path(tiny, "config.json").read_text()), "block_size": 0}
+    for architecture in ("LlamaDSparkModel", "LlamaForCausalLMEagle3"):
+        written = json.dumps({**raw, "architectures": [architecture], "num_hidden_layers": 1})
+        (tmp_path / "config.json").write_text(written)
+        (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+        with pytest.raises(ModelLoadError, match=f"^Draft {tmp_path}: ") as why:
+            opened(tiny, speculative=str(tmp_path))
+        assert str(why.value).count("Draft ") == 1
 
 
 def test_memory_is_told_for_a_draft_too(tiny):

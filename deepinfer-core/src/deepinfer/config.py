@@ -130,18 +130,28 @@ def _from_text(text: str) -> Any:
         except ValueError as why:
             raise ValueError(f"expected a JSON object ({why})") from None
     if "=" in text:
-        return dict(map(_pair, text.split(",")))
-    return {"model": text} if {"/", os.sep} & set(text) else {"method": text}
+        pairs = [_pair(part.strip()) for part in text.split(",")]
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("expected every name once")
+        return dict(pairs)
+    return dict([_named(text)])
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not key:
+        raise ValueError("expected key=value,key=value; a part of it has no key")
     if not equals:
-        return ("method", key.strip())
+        return _named(key)
     try:
-        return key.strip(), json.loads(value)
+        return key, json.loads(value)
     except ValueError:
-        return key.strip(), value.strip()
+        return key, value
+
+
+def _named(text: str) -> tuple[str, str]:
+    """A path or hub id has a slash, a method has none."""
+    return "model" if {"/", os.sep} & set(text) else "method", text
 
 
 class EngineConfig(BaseModel):

@@ -113,6 +113,8 @@ class CostTable:
                 for name in ("plain", "verify", "draft")
             }
             version = said["version"]
+        except ConfigError:
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as why:
             raise ConfigError(f"This is no cost table: {why!r}.", setting="speculative") from None
         if version != VERSION:
@@ -131,8 +133,9 @@ def load(path: Path) -> CostTable:
     try:
         return CostTable.from_json(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError) as why:
+        said = why.message.rstrip(".") if isinstance(why, ConfigError) else why
         raise ConfigError(
-            f"speculative: costs={str(path)!r} cannot be read: {why}.", setting="speculative"
+            f"speculative: costs={str(path)!r} cannot be read: {said}.", setting="speculative"
         ) from None
 
 

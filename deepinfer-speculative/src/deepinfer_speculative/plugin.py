@@ -41,6 +41,7 @@ def deepinfer_provide() -> list[Spec]:
             planner=PLANNER,
             drafter="deepinfer_speculative.dspark.shipped:ShippedDrafter",
             verifier=RATIO,
+            calibrate=CALIBRATE,
             options=(*PLANNING, *DRAWING, "draft_weights"),
         ),
         SpeculatorSpec(

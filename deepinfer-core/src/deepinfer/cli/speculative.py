@@ -88,8 +88,12 @@ def read_prompts(file: Path, limit: int | None) -> list[Any]:
     """
     found: list[Any] = []
     for number, line in enumerate(file.read_bytes().splitlines()[:limit], 1):
+        if not line.strip():
+            continue
         try:
             said = json.loads(line)
+            if not isinstance(said, dict):
+                raise TypeError("no object")
             if "turns" in said:
                 found.append([{"role": "user", "content": _text(said["turns"][0])}])
             else:

@@ -88,6 +88,11 @@ def determinism(
 @click.option("--threads", "num_threads", type=int)
 @click.option("--batch-invariant/--no-batch-invariant", default=True, show_default=True)
 @click.option("--tokens", type=click.IntRange(1), default=48, show_default=True, help="A request.")
+@click.option(
+    "--max-num-seqs",
+    type=int,
+    help="Requests that run at once; usual: all 12. 1 shows what a single stream gains.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def speculation(tokens: int, as_json: bool, **engine: Any) -> int:
     """Run a workload without drafts and with them, in static, cap and adaptive; compare ids.

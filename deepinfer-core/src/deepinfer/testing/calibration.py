@@ -60,8 +60,7 @@ def calibrate(
     spec = _spec(config)
     asked = config.speculation()
     assert asked is not None, "who has a method speculates"
-    if out is None:
-        _check_place(asked.model)
+    _check_place(asked.model, spec, out)
     # Raw confidences, and nothing trimmed: what lies behind a round's end would be unknown.
     update = {"mode": "static", "options": {**asked.options, "calibration": "off"}}
     speculative = asked.model_copy(update=update)
@@ -103,10 +102,15 @@ def _spec(config: EngineConfig) -> SpeculatorSpec:
     return spec
 
 
-def _check_place(model: str | None) -> None:
-    """Before anything runs: whether there is a folder to write beside the weights."""
-    if model is None or not Path(model).is_dir():
-        where = "the target's checkpoint" if model is None else model
+def _check_place(model: str | None, spec: SpeculatorSpec, out: Path | None) -> None:
+    """Before anything runs: whether there is a folder to write to."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{out} cannot be written: there is no folder {out.absolute().parent}.", setting="out"
+        )
+    if out is None and (model is None or not Path(model).is_dir()):
+        carrying = "the target's checkpoint" if spec.carried else f"the package of {spec.name!r}"
+        where = carrying if model is None else model
         raise ConfigError(
             f"The draft lies in {where}, which is no folder of yours to write to.",
             setting="out",

@@ -6,6 +6,8 @@ and ``runner``, which calls it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.speculative import DrafterContext, DraftNeeds, Drafts, VerifierContext
-from deepinfer.errors import PluginError
+from deepinfer.errors import ModelLoadError, PluginError, UnsupportedError
 from deepinfer.sampling.verify import EqualityVerifier
 
 if TYPE_CHECKING:
@@ -109,7 +111,8 @@ def drafter_needs(resolution: Resolution, context: DrafterContext | None) -> Dra
     """What the chosen drafter asks for; nothing where nobody speculates."""
     if context is None:
         return DraftNeeds(draft_len=0)
-    needs: DraftNeeds = resolution.load("speculator", "drafter").needs(context)
+    with _said_of(context):
+        needs: DraftNeeds = resolution.load("speculator", "drafter").needs(context)
     if needs.draft_len < 1:
         raise PluginError(
             f"{resolution.get('speculator')} asks for drafts of {needs.draft_len} tokens.",
@@ -125,12 +128,26 @@ def open_drafter(
     equality = EqualityVerifier(target.ops, target.sampler)
     if context is None:
         return NullDrafter(), equality
-    drafter: Drafter = resolution.load("speculator", "drafter")(context, target)
+    with _said_of(context):
+        drafter: Drafter = resolution.load("speculator", "drafter")(context, target)
     if context.acceptance == "exact":
         return drafter, equality
     rule = VerifierContext(ops=target.ops, sampler=target.sampler, drafter=drafter)
     verifier: Verifier = resolution.load("speculator", "verifier")(rule)
     return drafter, verifier
+
+
+@contextmanager
+def _said_of(context: DrafterContext) -> Iterator[None]:
+    """Errors in a draft's checkpoint name it: the target has a config.json and tensors too."""
+    try:
+        yield
+    except (ModelLoadError, UnsupportedError) as why:
+        if context.model is None:
+            raise
+        raise type(why)(
+            f"Draft {context.model}: {why.message}", setting=why.setting, next_step=why.next_step
+        ) from why
 
 
 def with_drafts(spec: KVSpec, needs: DraftNeeds) -> KVSpec:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from deepinfer.errors import ModelLoadError
+from deepinfer.errors import ModelLoadError, shown
 from torch import Tensor
 
 from deepinfer_speculative.options import take
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FILE: Final = "calibration.json"
 WAYS: Final = ("greedy", "sampled")
+RULES: Final = ("exact", "ratio")
+_LEAST, _MOST = 1e-6, 1e6  # what float32 still divides by
 
 
 class Temperatures:
@@ -48,8 +50,10 @@ class Temperatures:
         return cls(read_table(path, context.acceptance, gamma).to(device))
 
     def confidence(self, z: Tensor, temperature: Tensor) -> Tensor:
-        """σ(z / T): z float32[R, γ]; ``temperature`` float32[R] of the requests."""
-        return torch.sigmoid(z / self.table[(temperature > 0).long()])
+        """σ(z / T): z float32[R, k] of the first k places; ``temperature`` float32[R] of the
+        requests.
+        """
+        return torch.sigmoid(z / self.table[(temperature > 0).long(), : z.shape[1]])
 
 
 def read_table(path: Path, rule: str, gamma: int) -> Tensor:
@@ -58,15 +62,36 @@ def read_table(path: Path, rule: str, gamma: int) -> Tensor:
     Raises:
         ModelLoadError: the file is missing or no such table.
     """
-    table = torch.ones((len(WAYS), gamma))
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-        for row, way in enumerate(WAYS):
-            values = said.get(rule, {}).get(way) or []
-            mine = torch.tensor(list(values), dtype=torch.float32)[:gamma]
-            table[row, : len(mine)] = mine
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError) as why:
-        raise ModelLoadError(f"{path} is no calibration: {why}.", setting="calibration") from why
-    if not bool(((table > 0) & (table < torch.inf)).all()):
-        raise ModelLoadError(f"{path}: temperatures must be above 0.", setting="calibration")
+        _check(said)
+    except (OSError, ValueError) as why:
+        raise ModelLoadError(
+            f"{path} is no calibration: {why}.",
+            setting="calibration",
+            next_step="Write one with 'deepinfer speculative calibrate', or say calibration=off.",
+        ) from why
+    table = torch.ones((len(WAYS), gamma))
+    for row, way in enumerate(WAYS):
+        mine = said.get(rule, {}).get(way, [])[:gamma]
+        table[row, : len(mine)] = torch.tensor(mine, dtype=torch.float32)
     return table
+
+
+def _check(said: Any) -> None:
+    """ValueError says what is wrong: a misspelt name would leave confidences as they are."""
+    _names(said, RULES, "it")
+    for rule, ways in said.items():
+        _names(ways, WAYS, rule)
+        for way, values in ways.items():
+            fine = isinstance(values, list) and all(type(t) in (int, float) for t in values)
+            if not fine or not all(_LEAST <= t <= _MOST for t in values):
+                raise ValueError(
+                    f"{rule}.{way} is {shown(values)}, expected a list of temperatures, each "
+                    f"from {_LEAST:g} to {_MOST:g}"
+                )
+
+
+def _names(part: Any, known: tuple[str, ...], where: str) -> None:
+    if not isinstance(part, dict) or set(part) - set(known):
+        raise ValueError(f"{where} is {shown(part)}, expected an object of {' and '.join(known)}")

@@ -18,6 +18,7 @@ import torch
 from deepinfer.api.kv import Entry, KVGroup, KVSpec
 from deepinfer.api.model import DeviceBatch, StepRequests, WeightRule
 from deepinfer.api.speculative import DraftNeeds
+from deepinfer.errors import ConfigError
 from deepinfer.layers import Linear, RMSNorm, assign
 from deepinfer.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer.models.deepseek_v41.fields import Fields
@@ -56,7 +57,16 @@ class CarriedConfig:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], target: DeepseekV41Config) -> CarriedConfig:
-        """The ``dspark_…`` fields of a target's config.json; ModelLoadError names what is wrong."""
+        """The ``dspark_…`` fields of a target's config.json; ModelLoadError names what is wrong,
+        and ConfigError that there is no draft in it.
+        """
+        if not isinstance(target, DeepseekV41Config):
+            raise ConfigError(
+                "speculative: method 'mtp' drafts with what a DeepSeek-V4.1 checkpoint carries, "
+                "and this one carries none.",
+                setting="speculative",
+                next_step="Name a draft checkpoint, or method 'ngram', which needs none.",
+            )
         text = Fields(Fields(raw, "config.json").section("text_config"), "text_config")
         count = text.size("num_nextn_predict_layers")
         layers = replace(
