@@ -28,6 +28,9 @@ CONSTRAINTS = ROOT / "constraints.txt"
 KIT = ("-m", "pytest", "-q", "--pyargs", "deepinfer.testing.conformance")
 DOCS = ("tests/house/test_docs.py", "tests/house/test_contract.py")
 QUICK = "not slow and not network and not gpu and not npu and not browser"
+# Two workers take half the time of one; each holds about 1.5 GB. Neighbours in a file mostly stay
+# together, and with them what they share.
+SPLIT = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 TRITON = "triton>=3.6,<3.7"
 # xgrammar asks for Triton (285 MB), which only its CUDA kernels import: it is installed without,
 # and what else it and deepinfer-structured need is named here.
@@ -80,7 +83,7 @@ def tests(session: nox.Session) -> None:
     """Everything that is neither slow nor in need of a device or a network."""
     # Where the golden data lie beside us, the session `golden` runs that folder: once is enough.
     once = ["--ignore=tests/core/models/deepseek_v41"] if GOLDEN.is_dir() else []
-    where = session.posargs or ["tests", "--ignore=tests/plugins", *once, "-m", QUICK]
+    where = session.posargs or [*SPLIT, "tests", "--ignore=tests/plugins", *once, "-m", QUICK]
     session.run(shared(session), "-m", "pytest", "-q", *where, external=True)
 
 
@@ -95,7 +98,8 @@ def golden(session: nox.Session) -> None:
     if not where:
         session.skip("give the folder of the golden configurations: nox -s golden -- PATH")
     folder = "tests/core/models/deepseek_v41"
-    session.run(shared(session), "-m", "pytest", "-q", folder, "--golden", where[0], external=True)
+    run = ("-m", "pytest", "-q", *SPLIT, folder, "--golden", where[0])
+    session.run(shared(session), *run, external=True)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -156,7 +160,7 @@ def kernels(session: nox.Session) -> None:
         target = ("install", "-qq", "--no-deps", "--target", str(folder))
         session.run(python, "-m", "pip", *target, TRITON, external=True, env=bound())
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    where = ("tests/cuda", "-m", "not gpu and not slow", *session.posargs)
+    where = (*SPLIT, "tests/cuda", "-m", "not gpu and not slow", *session.posargs)
     env = {"PYTHONPATH": path}
     session.run(python, "tests/cuda/tested.py", external=True, env=env)  # or the tests skip
     session.run(python, "-m", "pytest", "-q", *where, external=True, env=env)

@@ -17,11 +17,17 @@ def pytest_addoption(parser):
     )
 
 
-def pytest_configure():
+def pytest_configure(config):
     # A shell without job control starts what runs in the background deaf to Ctrl-C, and the tests
     # that send one would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput"):
+        # One of several processes (pytest -n): tiny models gain nothing from more threads, and
+        # those of all workers would wait for each other. Tests of threads ask for theirs.
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

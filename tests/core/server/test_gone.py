@@ -89,7 +89,7 @@ def test_a_client_that_reads_nothing_loses_its_connection(
     toy_server, slow, wait_for, monkeypatch, stream
 ):
     """And with it its place and its pages. Another one may be slow as long as it reads."""
-    monkeypatch.setattr("deepinfer.server.lifecycle._UNREAD_SECONDS", 0.4)
+    monkeypatch.setattr("deepinfer.server.lifecycle._UNREAD_SECONDS", 1.0)
     server = toy_server(slow(jitter=None), max_concurrency_per_key=2)
     # Small buffers in the kernel, so that those of the connection fill up.
     server.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -105,7 +105,7 @@ def test_a_client_that_reads_nothing_loses_its_connection(
 
         wait_for(one_is_left, 20)
         wait_for(lambda: server.service.limits.inside == stream)  # a whole answer is written
-        later = time.monotonic() + 0.6
+        later = time.monotonic() + 1.3
         wait_for(lambda: one_is_left() and time.monotonic() > later)
         assert len(connections) == 1
     server.wait_idle()
