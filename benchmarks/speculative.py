@@ -36,6 +36,10 @@ TASKS = {"gsm8k": "math", "math500": "math", "humaneval": "code", "mbpp": "code"
          "mt-bench": "chat"}  # fmt: skip
 LENGTHS = {1: 128, 4: 64, 16: 48, 64: 48}
 """New tokens of a request at each concurrency."""
+WARM = 16
+"""New tokens of a request while a load warms up."""
+SURE, LEAD = 2, 0.9
+"""Rounds after which a fixed length that never came so near to the best is not run any more."""
 OFF = "off"
 
 
@@ -294,30 +298,37 @@ def _say_ids(part: dict[str, Any]) -> None:
 
 
 def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
-    """Full batches of greedy requests that all start at once; prompts are found in the cache."""
+    """Full batches of greedy requests that all start at once; prompts are found in the cache.
+
+    Each round has other prompts, the same for all configurations. The first short round warms up:
+    kernels, prompts' pages, and what a planner learns of steps of this size; it does not count.
+    """
     until = time.monotonic() + seconds
     every = [p for many in zip(*prompts_of(args.prompts).values(), strict=False) for p in many]
     every = sorted(every, key=len)[: max(args.concurrency)]
     names = [OFF, *(f"static-{k}" for k in range(1, args.gamma + 1)), "adaptive"]
     engines = Engines(args, names, max(args.concurrency))
-    batches = {c: [every[i % len(every)] for i in range(c)] for c in args.concurrency}
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    found: dict[tuple[int, str], list[float | None]] = defaultdict(list)
     rates: dict[tuple[int, str], list[float]] = defaultdict(list)
-    right: dict[int, Any] = {}
     parted: set[str] = set()
     try:
         for name in names:
             engines.run(name, every, params_for(len(every), 2, 0.0, True))
+            for c in args.concurrency:
+                engines.run(name, every[:c], params_for(c, WARM, 0.0, True))
         for number, order in turns(names, until, 1):
             for c in args.concurrency:
+                batch = [every[(number * c + i) % len(every)] for i in range(c)]
                 params = params_for(c, LENGTHS.get(c, 48), 0.0, True)
-                runs = {name: engines.run(name, batches[c], params) for name in order}
-                right.setdefault(c, runs[OFF].ids)
-                for name, run in runs.items():
-                    rates[c, name].append(run.tokens / run.seconds)
-                    found[c, name].append(runs[OFF].seconds / run.seconds)
-                    if run.ids != right[c]:
-                        parted.add(f"{name} at {c}")
+                in_race = _in_race(c, names, found)
+                runs = {n: engines.run(n, batch, params) for n in order if n in in_race}
+                for name in names:
+                    run = runs.get(name)
+                    found[c, name].append(runs[OFF].seconds / run.seconds if run else None)
+                    if run:
+                        rates[c, name].append(run.tokens / run.seconds)
+                        if run.ids != runs[OFF].ids:
+                            parted.add(f"{name} at {c}")
                 if number and time.monotonic() > until:
                     break
             report.put("load", _load(args.concurrency, names, found, rates, sorted(parted)))
@@ -326,20 +337,36 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
     _show_load(report.parts["load"])
 
 
+def _in_race(c: int, names: list[str], found: Any) -> set[str]:
+    """What runs in the next round: off, adaptive, and fixed lengths that may be the best: after
+    ``SURE`` rounds, a length that was never within ``LEAD`` of the best one's median is out, and
+    its time goes to those that matter.
+    """
+    fixed = {name: [x for x in found[c, name] if x is not None] for name in names[:-1]}
+    if not all(fixed.values()):
+        return set(names)
+    lead = LEAD * max(statistics.median(x) for x in fixed.values())
+    out = {name for name, x in fixed.items() if len(x) >= SURE and max(x) < lead}
+    return set(names) - (out - {OFF})
+
+
 def _load(loads: list[int], names: list[str], found: Any, rates: Any, parted: list[str]) -> Any:
     rows = []
     for c in loads:
         if not found[c, OFF]:
             continue
-        best = max(names[:-1], key=lambda name: statistics.median(found[c, name]))
-        pairs = zip(found[c, "adaptive"], found[c, best], strict=True)
+        ran = {name: [x for x in found[c, name] if x is not None] for name in names}
+        best = max(names[:-1], key=lambda name: statistics.median(ran[name]))
+        pairs = [
+            a / b for a, b in zip(found[c, "adaptive"], found[c, best], strict=True) if a and b
+        ]
         rows.append(
             {
                 "concurrency": c,
                 "tokens_a_second": {n: round(statistics.median(rates[c, n]), 1) for n in names},
-                "over_off": {n: middle(found[c, n]) for n in names[1:]},
+                "over_off": {n: middle(ran[n]) for n in names[1:]},
                 "best_fixed": best,
-                "adaptive_over_best": middle([a / b for a, b in pairs]),
+                "adaptive_over_best": middle(pairs),
             }
         )
     return {"by_load": rows, "ids_differ": parted}
