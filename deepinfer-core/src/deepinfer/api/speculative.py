@@ -132,13 +132,17 @@ class DraftNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTarget:
-    """The loaded target: its model (share ``embed`` and ``head``), ops, sampler and device."""
+    """The loaded target: its model (share ``embed`` and ``head``), ops, sampler and device.
+
+    ``capture``: ``api.backend.Device.capture`` of a device that has graphs, else None.
+    """
 
     model: Model
     ops: Any
     sampler: Sampler
     device: torch.device
     dtype: torch.dtype
+    capture: Callable[[Callable[[], Any], int], Callable[[], Any]] | None = None
 
 
 class SlotView(Protocol):
@@ -146,12 +150,17 @@ class SlotView(Protocol):
 
     ``tokens`` int32[slots, width]: each text, and drafts behind it; ``pages`` int32[slots, P];
     ``length``, ``limit``, ``seed``, ``top_k`` int64[slots]; ``temperature`` (0: greedy), ``top_p``,
-    ``min_p`` float32[slots]. A text of length n has its anchor at position n − 1. ``longest``: no
-    text is longer (on the host; so many columns of ``tokens`` are enough).
+    ``min_p`` float32[slots]. A text of length n has its anchor at position n − 1. On the host:
+    ``longest``: no text is longer (so many columns of ``tokens`` are enough); ``greedy``: all whom
+    ``propose`` is asked for are; ``filtered``: one of them has a top_k, top_p or min_p.
     """
 
     @property
     def longest(self) -> int: ...
+    @property
+    def greedy(self) -> bool: ...
+    @property
+    def filtered(self) -> bool: ...
 
     @property
     def tokens(self) -> torch.Tensor: ...

@@ -93,7 +93,12 @@ def load(
     reader = image_reader(adapter, checkpoint.config)
     sampler = resolution.load("sampler")(ops)
     target = DrafterTarget(
-        model=model, ops=ops, sampler=sampler, device=device.torch_device, dtype=dtype
+        model=model,
+        ops=ops,
+        sampler=sampler,
+        device=device.torch_device,
+        dtype=dtype,
+        capture=device.capture if backend.facts().graphs else None,
     )
     drafter, verifier = open_drafter(resolution, drafting, target)
     return Loaded(

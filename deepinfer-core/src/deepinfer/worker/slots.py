@@ -56,6 +56,7 @@ class SlotTable:
         bound: int64[slots] on the host: no length is above it after the steps so far.
         floors: int64[slots], ``floor`` on the host.
         version: counts admissions; what was derived from slots holds while it stands still.
+        greedy, filtered: of those whom the drafter is asked for, see ``api.speculative.SlotView``.
     """
 
     def __init__(self, shape: SlotShape, device: torch.device) -> None:
@@ -77,6 +78,7 @@ class SlotTable:
         self.floors = np.zeros(shape.slots, np.int64)
         self._limit = np.zeros(shape.slots, np.int64)
         self.version = 0
+        self.greedy, self.filtered = False, True
 
     def apply(self, plan: BatchPlan) -> None:
         """Admissions, page writes, and the host's bounds after this plan's rows."""

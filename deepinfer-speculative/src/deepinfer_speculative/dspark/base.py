@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 from deepinfer.api.sampler import SampleRows
@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from deepinfer_speculative.allocation import SlotSurvival
 from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
+from deepinfer_speculative.dspark.recorded import Recorded
 from deepinfer_speculative.options import take
 from deepinfer_speculative.ratio import round_seed
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 MEMORY: Final = 32
 """Steps that "of late" means."""
+GRAPH_BYTES: Final = 64 << 20
+"""Logits of the largest draft that is recorded as a graph: beyond, launches hide behind work."""
 
 
 class StateDrafter(ABC):
@@ -112,10 +115,6 @@ class StateDrafter(ABC):
         if self._greedy:
             temperature = torch.zeros_like(temperature)
         top_k, top_p, min_p = view.top_k[slots], view.top_p[slots], view.min_p[slots]
-        greedy, filtered = self._greedy, not self._greedy
-        if slots.device.type == "cpu" and not greedy:  # looking at values costs nothing here
-            greedy = not bool(temperature.any())
-            filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
         return SampleRows(
             slot=slots,
             position=view.length[slots],
@@ -124,8 +123,8 @@ class StateDrafter(ABC):
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
-            filtered=filtered,
-            greedy=greedy,
+            filtered=view.filtered and not self._greedy,
+            greedy=view.greedy or self._greedy,
         )
 
 
@@ -138,7 +137,12 @@ class BlockDrafter(StateDrafter):
     Args:
         block: the trained block, which always runs whole; drafts are its first rows.
         model: the heads.
+
+    Attributes:
+        RECORDED: whether ``hidden`` may run as a graph.
     """
+
+    RECORDED: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -152,6 +156,10 @@ class BlockDrafter(StateDrafter):
         self._model = model
         self._lengths: deque[int] = deque((self.draft_len,), maxlen=MEMORY)
         self._candidates = take(context.options, "draft_candidates", int, 0, least=0)
+        self._recorded: Recorded | None = None
+        if self.RECORDED and target.capture is not None:
+            row = 4 * self.draft_len * context.config.vocab_size
+            self._recorded = Recorded(target.capture, GRAPH_BYTES // row)
         if self._candidates and not model.config.rank:
             raise ConfigError(
                 "speculative: draft_candidates chooses what a Markov head corrects, and this draft "
@@ -193,23 +201,54 @@ class BlockDrafter(StateDrafter):
         """
         if not len(slots):
             return Drafts(anchors.new_zeros((0, self.draft_len)), None)
-        assert self._kv is not None and self._slots is not None, "bind comes first"
-        model, gamma = self._model, max(self._lengths)
-        rows, sure = self.hidden(anchors, slots, self._slots, self._kv)
+        assert self._slots is not None and self._kv is not None, "bind comes first"
+        view, gamma = self._slots, max(self._lengths)
+        self.settle(self._kv)
+        if self._recorded is None:
+            ids, confidence = self._made(anchors, slots, view, gamma)
+        else:
+            fixed = _Upto(view, 1 << (view.longest - 1).bit_length())
+            key = fixed.longest, gamma, view.greedy, view.filtered
+            ids, confidence = self._recorded(
+                key, anchors, slots, lambda a, s: self._made(a, s, cast("SlotView", fixed), gamma)
+            )
         if short := self.draft_len - gamma:
+            ids = pad(ids, (0, short))
+            made = (torch.arange(self.draft_len, device=ids.device) < gamma).float()
+            whole = made.expand(ids.shape)
+            confidence = whole if confidence is None else pad(confidence, (0, short))
+        self._survival.put(slots, confidence)
+        return Drafts(ids, confidence, torch.full_like(anchors, gamma) if short else None)
+
+    def settle(self, kv: KVPools) -> None:
+        """Write what of the context still waits: drafts are about to read it."""
+
+    def _made(
+        self, anchors: Tensor, slots: Tensor, view: SlotView, gamma: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """γ drafts of each, int64[R, γ], and calibrated confidences float32[R, γ]."""
+        assert self._kv is not None, "bind comes first"
+        model = self._model
+        rows, sure = self.hidden(anchors, slots, view, self._kv)
+        if gamma < self.draft_len:
             rows, sure = rows[:, :gamma].contiguous(), sure[:, :gamma].contiguous()
         base: Tensor = model.head(rows.flatten(0, 1), torch.float32)
         base = base.view(len(slots), gamma, -1)
-        picks = self._picks(slots, self._slots)
-        ids, embeddings = draft_steps(model, base, anchors, picks, self._candidates)
+        ids, embeddings = draft_steps(
+            model, base, anchors, self._picks(slots, view), self._candidates
+        )
         z = confidence_logits(model, sure, embeddings)
-        if short:
-            ids, z = pad(ids, (0, short)), None if z is None else pad(z, (0, short))
-        confidence = None
-        if z is not None:
-            confidence = self._temperatures.confidence(z, self._slots.temperature[slots])
-        if short:
-            made = (torch.arange(self.draft_len, device=ids.device) < gamma).float()
-            confidence = made.expand(ids.shape) if confidence is None else confidence * made
-        self._survival.put(slots, confidence)
-        return Drafts(ids, confidence, torch.full_like(anchors, gamma) if short else None)
+        if z is None:
+            return ids, None
+        return ids, self._temperatures.confidence(z, view.temperature[slots])
+
+
+class _Upto:
+    """A view whose longest text is taken to be longer, as a graph for all such texts needs it."""
+
+    def __init__(self, view: SlotView, longest: int) -> None:
+        self._view = view
+        self.longest = longest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from deepinfer.models.checkpoint import Checkpoint
 
 MANY: Final = 256
-"""Rows of context that wait on a CPU where no draft asks for them: there the cost of a call is that
-of many rows, and so many are less than the last cache."""
+"""Rows of context that may wait for a draft that asks for them: a call costs as much as many rows,
+and on a CPU so many are less than the last cache."""
 
 
 class DSparkDrafter(BlockDrafter):
@@ -63,7 +63,7 @@ class DSparkDrafter(BlockDrafter):
             torch.zeros(size, dtype=target.dtype, device=target.device),
         )
         self._blocks: dict[int, tuple[Any, Tensor]] = {}
-        self._waiting = _Waiting(len(self.taps) * config.shape.hidden_size, target.dtype)
+        self._waiting = _Waiting(len(self.taps) * config.shape.hidden_size, target.device)
 
     @classmethod
     def needs(cls, context: DrafterContext) -> DraftNeeds:
@@ -90,20 +90,18 @@ class DSparkDrafter(BlockDrafter):
     def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
         """Keys and values of the draft's layers, from the target's hidden rows.
 
-        On a CPU, rows that are no text cost nothing, and the others wait until a draft reads them
-        or there are many: while nobody drafts, weights are read once for all of these.
+        Rows wait until a draft reads them or there are many: while nobody drafts, weights are read
+        once for all of these. On a CPU, rows that are no text cost nothing.
         """
         hidden, positions = [taps.hidden[layer] for layer in self.taps], taps.batch.positions
-        if slots.device.type != "cpu":
-            self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
-            return
-        text = (slots >= 0).nonzero().flatten()
-        if len(text) < len(slots):
-            hidden = [rows[text] for rows in hidden]
-            positions, slots = positions[text], slots[text]
+        if slots.device.type == "cpu":
+            text = (slots >= 0).nonzero().flatten()
+            if len(text) < len(slots):
+                hidden = [rows[text] for rows in hidden]
+                positions, slots = positions[text], slots[text]
         if not self._waiting.fits(len(slots)):
             self.settle(kv)
-        if len(slots) > MANY:
+        if not self._waiting.fits(len(slots)):
             self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
         elif len(slots):
             self._waiting.add(hidden, positions, slots)
@@ -163,34 +161,36 @@ class _Waiting:
     [n, width], positions and slots int64[n].
     """
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        self._width, self._dtype = width, dtype
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._width = width
         self._rows: Tensor | None = None
-        self._places = torch.empty((2, MANY), dtype=torch.int64)
-        self.count = 0
+        self._places = torch.empty((2, MANY), dtype=torch.int64, device=device)
+        self.count = self._steps = 0
 
     def fits(self, count: int) -> bool:
         return self.count + count <= MANY
 
     def add(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
-        """Rows [n, H] of each layer, as many as fit."""
+        """A step's rows [n, H] of each layer, as many as fit."""
         if self._rows is None:
-            self._rows = torch.empty((MANY, self._width), dtype=self._dtype)
+            shape = (MANY, self._width)
+            self._rows = hidden[0].new_empty(shape)
         began, self.count = self.count, self.count + len(slots)
         torch.cat(hidden, -1, out=self._rows[began : self.count])
         torch.stack((positions, slots), out=self._places[:, began : self.count])
+        self._steps += 1
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of them, of two rows for one slot the later one; they wait no longer, and are good
-        until the next :meth:`add`.
+        """All of them, slot −1 where a later step has a row for the same slot; they wait no longer,
+        and are good until the next :meth:`add`.
         """
         assert self._rows is not None, "something was added"
         rows, (positions, slots) = self._rows[: self.count], self._places[:, : self.count]
-        self.count = 0
-        last = {slot: row for row, slot in enumerate(slots.tolist())}
-        if len(last) < len(slots):
-            mine = torch.tensor(list(last.values()))
-            rows, positions, slots = rows[mine], positions[mine], slots[mine]
+        if self._steps > 1:
+            order = slots.sort(stable=True)
+            again = order.values[1:] == order.values[:-1]
+            slots[order.indices[:-1]] = torch.where(again, -1, order.values[:-1])
+        self.count = self._steps = 0
         return rows, positions, slots
 
 
