@@ -1,16 +1,20 @@
 """Training: gradients, determinism, going on, and judging by what the engine does."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import ConfigError, UnsupportedError
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
 from deepinfer.testing.tiny import write_tiny_checkpoint
+from deepinfer_speculative.train import loop
+from deepinfer_speculative.train.__main__ import main
 from deepinfer_speculative.train.answers import (
     OWN,
     AnswerPlan,
@@ -118,6 +122,65 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(rig, tmp_path):
     other = TrainPlan(steps=7, batch=4, anchors=6, save=2)
     with pytest.raises(ConfigError, match="other settings"):
         train(network(), pool, target.head, other, tmp_path / "part.pt", lambda line: None)
+    another = network()
+    another.config = replace(another.config, taps=(0, 2))  # of the same shape
+    with pytest.raises(ConfigError, match="another draft"):
+        train(another, pool, target.head, PLAN, tmp_path / "part.pt", lambda line: None)
+
+
+def test_slow_steps_are_kept_too(rig, tmp_path, monkeypatch):
+    target, _, pool, network = rig
+    monkeypatch.setattr(loop, "KEPT", 0.0)
+
+    def stop(line):
+        if line.startswith("step=2"):
+            raise KeyboardInterrupt
+
+    plan = replace(PLAN, save=500)
+    with pytest.raises(KeyboardInterrupt):
+        train(network(), pool, target.head, plan, tmp_path / "part.pt", stop)
+    assert torch.load(tmp_path / "part.pt", weights_only=True)["step"] == 1
+
+
+def test_the_command_from_prompts_to_a_draft(tmp_path):
+    """And again with nothing left to do; other settings are refused before anything runs."""
+    folder = write_tiny_checkpoint(tmp_path / "t")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    asked = "".join(json.dumps({"turns": [f"{i} and {i}"]}) + "\n" for i in range(30))
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "task.jsonl").write_text(asked)
+
+    def shell(*more, out="out"):
+        where = ["--target", str(folder), "--prompts", str(tmp_path / "p")]
+        sizes = ["--steps", "2", "--batch", "2", "--anchors", "2", "--rank", "4", "--layers", "1"]
+        few = ["--max-tokens", "12", "--samples", "1", "--taps", "0,1", "--mask-token", "3"]
+        place = ["--out", str(tmp_path / out)]
+        return CliRunner().invoke(main, [*where, *place, *sizes, *few, *more])
+
+    first = shell()
+    assert first.exit_code == 0, first.output
+    record = json.loads((tmp_path / "out" / "draft" / "training.json").read_text())
+    assert record["steps"] == 2 and record["texts"]["held_out"] > 0
+    second = shell()
+    assert second.exit_code == 0 and "step=" not in second.output
+    for more, said in (
+        (["--limit", "5"], "limit 0, not 5"),
+        (["--rank", "8"], "another draft"),
+        (["--steps", "3"], "other settings"),
+    ):
+        refused = shell(*more)
+        assert refused.exit_code == 1 and said in refused.output, refused.output
+    for more, said in (
+        (["--taps", "x"], "--taps='x'"),
+        (["--taps", "0,2"], "target_layer_ids has 2"),
+        (["--mask-token", "100000"], "mask_token_id=100000"),
+        (["--block", "0"], "block_size=0"),
+        (["--rank", "-1"], "markov_rank=-1"),
+        (["--steps", "0"], "--steps"),
+    ):
+        refused = shell(*more, out="none")
+        assert refused.exit_code != 0 and said in refused.output, refused.output
+    assert not (tmp_path / "none" / "answers.npz").exists()
 
 
 def test_a_draft_may_begin_as_the_targets_last_layers(tmp_path):

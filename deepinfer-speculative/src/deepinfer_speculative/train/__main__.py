@@ -7,24 +7,28 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import numpy as np
 import torch
-from deepinfer.errors import DeepInferError
-from deepinfer.models.checkpoint import open_checkpoint
+from deepinfer.errors import ConfigError, DeepInferError
+from deepinfer.models.checkpoint import Checkpoint, open_checkpoint
 from deepinfer.models.source import resolve
 
+from deepinfer_speculative.dspark.config import check_target, read_config
 from deepinfer_speculative.dspark.save import draft_config, save_draft
 from deepinfer_speculative.train.answers import AnswerPlan, Texts, read_prompts, write_waves
 from deepinfer_speculative.train.data import Pool
 from deepinfer_speculative.train.evaluate import fit, summary, walk
 from deepinfer_speculative.train.loop import TrainPlan, planned_steps, timed_steps, train
 from deepinfer_speculative.train.network import Network
-from deepinfer_speculative.train.target import Target
+from deepinfer_speculative.train.target import Target, dense_config
 
 Tell = Callable[[str], None]
+LONGEST: Final = 1024
+"""Tokens of a prompt and its answer."""
+_NONE, _ONE = click.IntRange(0), click.IntRange(1)
 
 
 @click.command(context_settings={"show_default": True})
@@ -36,9 +40,9 @@ Tell = Callable[[str], None]
     help='A folder of *.jsonl files with lines {"turns": ["…"]}.',
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Where all goes.")
-@click.option("--steps", default=2000, help="Optimiser steps.")
-@click.option("--batch", default=64, help="Texts a step.")
-@click.option("--anchors", default=64, help="Blocks of each text a step.")
+@click.option("--steps", default=2000, type=_ONE, help="Optimiser steps.")
+@click.option("--batch", default=64, type=_ONE, help="Texts a step.")
+@click.option("--anchors", default=64, type=_ONE, help="Blocks of each text a step.")
 @click.option("--lr", default=1e-3, help="Highest learning rate.")
 @click.option(
     "--warm", default=0.5, help="Share of the steps over which KL gives way to the L1 distance."
@@ -54,10 +58,10 @@ Tell = Callable[[str], None]
 @click.option("--rank", default=64, help="Of the Markov head.")
 @click.option("--taps", default="", help="Target layers to read; none: spread evenly.")
 @click.option("--mask-token", required=True, type=int, help="An id that texts never have.")
-@click.option("--samples", default=3, help="Answers at temperature 1 to each prompt.")
-@click.option("--own", default=0, help="Prompts that the target writes itself.")
-@click.option("--max-tokens", default=384, help="Of an answer.")
-@click.option("--limit", default=0, help="Prompts of each file; 0 is all.")
+@click.option("--samples", default=3, type=_NONE, help="Answers at temperature 1 to each prompt.")
+@click.option("--own", default=0, type=_NONE, help="Prompts that the target writes itself.")
+@click.option("--max-tokens", default=384, type=_ONE, help="Of an answer.")
+@click.option("--limit", default=0, type=_NONE, help="Prompts of each file; 0 is all.")
 @click.option(
     "--answer-seconds", default=0.0, help="Go on with more sampled answers for so long; 0: no."
 )
@@ -77,8 +81,10 @@ Tell = Callable[[str], None]
     default=False,
     help="Compute the target's states once and keep them in device memory.",
 )
-@click.option("--evaluate", default=200, help="Held-out texts of each kind to judge by.")
-@click.option("--shard-mb", default=12, help="Largest file of weights.")
+@click.option(
+    "--evaluate", default=200, type=_NONE, help="Held-out texts of each kind to judge by."
+)
+@click.option("--shard-mb", default=12, type=_ONE, help="Largest file of weights.")
 def main(**options: Any) -> None:
     """Let the target answer, train a draft on the answers, judge it, write a checkpoint."""
     try:
@@ -92,20 +98,12 @@ def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     out: Path = options["out"]
     out.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
-    texts = _texts(options, out, tell)
+    checkpoint = open_checkpoint(resolve(options["target"]))
+    raw = _draft(options, checkpoint)  # what cannot be is refused before anything is answered
+    texts = _texts(options, checkpoint, out, tell)
     clock.stamp("answers")
     device, dtype = torch.device(options["device"]), getattr(torch, options["dtype"])
-    checkpoint = open_checkpoint(resolve(options["target"]))
     target = Target(checkpoint, device, dtype)
-    raw = draft_config(
-        {**checkpoint.config, "num_hidden_layers": target.config.layers},
-        layers=options["layers"],
-        block=options["block"],
-        taps=_taps(options["taps"], target.config.layers),
-        mask_token=options["mask_token"],
-        rank=options["rank"],
-        norms=target.config.qk_norm,
-    )
     network = Network(raw, target.embed, target.norm, options["seed"])
     if options["start"] == "target":
         network.start_from(checkpoint)
@@ -148,6 +146,26 @@ def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     return record
 
 
+def _draft(options: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """The draft's config.json.
+
+    Raises:
+        DeepInferError: there can be no such draft for this target.
+    """
+    shape = dense_config(checkpoint)
+    raw = draft_config(
+        {**checkpoint.config, "num_hidden_layers": shape.layers},
+        layers=options["layers"],
+        block=options["block"],
+        taps=_taps(options["taps"], shape.layers),
+        mask_token=options["mask_token"],
+        rank=options["rank"],
+        norms=shape.qk_norm,
+    )
+    check_target(read_config(raw), raw, shape)
+    return raw
+
+
 def judge(
     network: Network, texts: Texts, target: Target, most: int
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
@@ -175,20 +193,35 @@ def _spread(texts: Texts, which: np.ndarray[Any, Any], most: int) -> np.ndarray[
     return np.asarray(which[chosen])
 
 
-def _texts(options: dict[str, Any], out: Path, tell: Tell) -> Texts:
-    path = out / "answers.npz"
+def _texts(options: dict[str, Any], checkpoint: Checkpoint, out: Path, tell: Tell) -> Texts:
+    """Those that ``out`` holds, or new ones, with the settings that they were written with beside
+    them.
+    """
+    path, settings = out / "answers.npz", out / "answers.json"
+    names = ("samples", "own", "max_tokens", "limit", "seed")
+    mine = {name: options[name] for name in (*names, "answer_seconds", "dtype")}
+    mine["target_fingerprint"] = checkpoint.fingerprint()
     if path.is_file():
+        said = json.loads(settings.read_text("utf-8")) if settings.is_file() else mine
+        other = [f"{k} {said.get(k)}, not {v}" for k, v in mine.items() if said.get(k) != v]
+        if other:
+            raise ConfigError(
+                f"{path} was written with other settings: {'; '.join(other)}.",
+                setting="out",
+                next_step="Give the same settings, or another folder.",
+            )
         return Texts.read(path)
     from deepinfer import LLM
 
-    names = ("samples", "own", "max_tokens", "limit", "seed")
     plan = AnswerPlan(**{name: options[name] for name in names})
     prompts = list(read_prompts(options["prompts"], plan.limit))
     tell(f"{len(prompts)} prompts")
     cuda = options["device"].startswith("cuda")
     more = {"device": "cuda", "dtype": options["dtype"], "max_num_seqs": 512} if cuda else {}
-    with LLM(options["target"], max_model_len=1024, **more) as llm:
+    length = min(LONGEST, dense_config(checkpoint).max_model_len)
+    with LLM(options["target"], max_model_len=length, **more) as llm:
         texts = write_waves(llm, prompts, plan, options["answer_seconds"])
+    settings.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
     texts.save(path)
     tell(f"{len(texts)} texts, {len(texts.tokens)} tokens")
     return texts
@@ -197,7 +230,12 @@ def _texts(options: dict[str, Any], out: Path, tell: Tell) -> Texts:
 def _taps(given: str, layers: int) -> tuple[int, ...]:
     """As given, or five from the second layer to the third last, evenly."""
     if given:
-        return tuple(int(part) for part in given.split(","))
+        try:
+            return tuple(int(part) for part in given.split(","))
+        except ValueError as why:
+            raise ConfigError(
+                f"--taps={given!r}: expected layers, as 1,14,27.", setting="taps"
+            ) from why
     low, high = min(1, layers - 2), max(layers - 3, 0)
     spread = np.linspace(low, high, 5).round().astype(int)
     return tuple(dict.fromkeys(spread.tolist()))

@@ -19,14 +19,17 @@ from deepinfer_speculative.train.network import Network
 
 WARM: Final = 0.04
 CLIP: Final = 1.0
+KEPT: Final = 300.0
+"""Seconds after which a state is written anyway: steps may be slow."""
 _TIMED: Final = 40  # steps from which the time of one is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPlan:
     """``batch`` texts with ``anchors`` blocks each a step; ``lr``: the highest; ``save``: steps
-    between states; ``seed``: of the initial weights and of every choice; ``warm``: the share of the
-    steps over which the divergence gives way to the distance (:mod:`.losses`).
+    between states, which slow steps have more often; ``seed``: of the initial weights and of every
+    choice; ``warm``: the share of the steps over which the divergence gives way to the distance
+    (:mod:`.losses`).
     """
 
     steps: int
@@ -120,7 +123,7 @@ def train(
     """
     optimizer = _optimizer(network, plan)
     begin, history = _resume(network, optimizer, plan, state)
-    clock = time.perf_counter()
+    clock = kept = time.perf_counter()
     for step in range(begin, plan.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, plan)
@@ -129,8 +132,10 @@ def train(
         if (step + 1) % max(1, plan.steps // 40) == 0 or step + 1 == plan.steps:
             history.append(_line(step + 1, found, time.perf_counter() - clock))
             tell(" ".join(f"{k}={v:.4g}" for k, v in history[-1].items()))
-        if (step + 1) % plan.save == 0 or step + 1 == plan.steps:
+        due = (step + 1) % plan.save == 0 or time.perf_counter() - kept > KEPT
+        if due or step + 1 == plan.steps:
             _save(network, optimizer, plan, state, (step + 1, history))
+            kept = time.perf_counter()
     return history
 
 
@@ -152,6 +157,7 @@ def _save(
     torch.save(
         {
             "plan": asdict(plan),
+            "draft": repr(network.config),
             "step": at[0],
             "history": at[1],
             "network": network.state_dict(),
@@ -171,6 +177,12 @@ def _resume(
     if saved["plan"] != asdict(plan):
         raise ConfigError(
             f"{path} was left by a run with other settings: {saved['plan']}.",
+            setting="out",
+            next_step="Give the same settings, or another folder.",
+        )
+    if saved.get("draft", repr(network.config)) != repr(network.config):
+        raise ConfigError(
+            f"{path} was left by a run for another draft: {saved['draft']}.",
             setting="out",
             next_step="Give the same settings, or another folder.",
         )

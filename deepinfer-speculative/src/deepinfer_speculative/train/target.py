@@ -17,6 +17,28 @@ if TYPE_CHECKING:
     from deepinfer.models.checkpoint import Checkpoint
 
 
+def dense_config(checkpoint: Checkpoint) -> LlamaConfig:
+    """The config of a target that drafts are trained for.
+
+    Raises:
+        UnsupportedError: it is of another shape.
+    """
+    adapter = adapter_for(architectures_of(checkpoint.config)[0])
+    if type(adapter) not in (LlamaAdapter, Qwen3Adapter):
+        raise UnsupportedError(
+            f"Drafts are trained for Llama- and Qwen3-shaped targets, not {adapter.name}."
+            if hasattr(adapter, "name") else "Drafts are trained for dense targets.",
+            setting="target",
+        )  # fmt: skip
+    c: LlamaConfig = model_config(adapter, checkpoint)
+    if c.qkv_bias or c.o_bias or c.mlp_bias or any(w is not None for w in c.windows):
+        raise UnsupportedError(
+            "Drafts are trained for targets without biases and sliding windows.",
+            setting="target",
+        )
+    return c
+
+
 class Target:
     """Weights of a dense target and its forward pass over whole texts, without gradients.
 
@@ -28,20 +50,7 @@ class Target:
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> None:
-        adapter = adapter_for(architectures_of(checkpoint.config)[0])
-        if type(adapter) not in (LlamaAdapter, Qwen3Adapter):
-            raise UnsupportedError(
-                f"Drafts are trained for Llama- and Qwen3-shaped targets, not {adapter.name}."
-                if hasattr(adapter, "name") else "Drafts are trained for dense targets.",
-                setting="target",
-            )  # fmt: skip
-        self.config: LlamaConfig = model_config(adapter, checkpoint)
-        c = self.config
-        if c.qkv_bias or c.o_bias or c.mlp_bias or any(w is not None for w in c.windows):
-            raise UnsupportedError(
-                "Drafts are trained for targets without biases and sliding windows.",
-                setting="target",
-            )
+        self.config = dense_config(checkpoint)
 
         def get(name: str) -> Tensor:
             return checkpoint.tensor(name, dtype).to(device)
