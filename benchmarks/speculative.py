@@ -315,13 +315,13 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
         for name in names:
             engines.run(name, every, params_for(len(every), 2, 0.0, True))
             for c in args.concurrency:
-                engines.run(name, every[:c], params_for(c, WARM, 0.0, True))
+                engines.run(name, batch(every, 0, c), params_for(c, WARM, 0.0, True))
         for number, order in turns(names, until, 1):
             for c in args.concurrency:
-                batch = [every[(number * c + i) % len(every)] for i in range(c)]
+                asked = batch(every, number * c, c)
                 params = params_for(c, LENGTHS.get(c, 48), 0.0, True)
                 in_race = _in_race(c, names, found)
-                runs = {n: engines.run(n, batch, params) for n in order if n in in_race}
+                runs = {n: engines.run(n, asked, params) for n in order if n in in_race}
                 for name in names:
                     run = runs.get(name)
                     found[c, name].append(runs[OFF].seconds / run.seconds if run else None)
@@ -335,6 +335,10 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
     finally:
         engines.close()
     _show_load(report.parts["load"])
+
+
+def batch(prompts: list[str], start: int, count: int) -> list[str]:
+    return [prompts[(start + i) % len(prompts)] for i in range(count)]
 
 
 def _in_race(c: int, names: list[str], found: Any) -> set[str]:
