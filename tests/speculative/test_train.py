@@ -177,6 +177,8 @@ def test_the_command_from_prompts_to_a_draft(tmp_path):
         (["--block", "0"], "block_size=0"),
         (["--rank", "-1"], "markov_rank=-1"),
         (["--steps", "0"], "--steps"),
+        (["--device", "mps"], "--device='mps'"),
+        (["--device", "fast"], "--device='fast'"),
     ):
         refused = shell(*more, out="none")
         assert refused.exit_code != 0 and said in refused.output, refused.output

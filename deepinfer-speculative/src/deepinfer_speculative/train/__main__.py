@@ -99,10 +99,11 @@ def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     clock = _Clock()
     checkpoint = open_checkpoint(resolve(options["target"]))
+    device = _device(options["device"])
     raw = _draft(options, checkpoint)  # what cannot be is refused before anything is answered
     texts = _texts(options, checkpoint, out, tell)
     clock.stamp("answers")
-    device, dtype = torch.device(options["device"]), getattr(torch, options["dtype"])
+    dtype = getattr(torch, options["dtype"])
     target = Target(checkpoint, device, dtype)
     network = Network(raw, target.embed, target.norm, options["seed"])
     if options["start"] == "target":
@@ -144,6 +145,16 @@ def run(options: dict[str, Any], tell: Tell) -> dict[str, Any]:
     (draft / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     tell(json.dumps(judged, indent=1))
     return record
+
+
+def _device(given: str) -> torch.device:
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device={given!r}: expected cpu or cuda.", setting="device")
+    return device
 
 
 def _draft(options: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
