@@ -9,11 +9,13 @@ import dataclasses
 
 import pytest
 import torch
-from bench_rig import TRUTH, Bench, ContextKeeper, requests_of
+from bench_rig import EOS, TRUTH, Bench, ContextKeeper, requests_of
 from deepinfer.api.kv import KVGroup, KVSpec
 from deepinfer.api.speculative import DraftNeeds
+from deepinfer.engine.logits import to_row_params
 from deepinfer.errors import PluginError
-from deepinfer.testing.tiny import write_tiny_checkpoint
+from deepinfer.sampling_params import SamplingParams
+from deepinfer.testing.tiny import VOCAB, write_tiny_checkpoint
 from deepinfer.worker.drafting import DraftPools, with_drafts
 
 
@@ -55,6 +57,46 @@ def test_context_rows_survive_everything(tiny, dtype, backend):
                 cached += sum(m.cached_tokens for *_, m in got.values())
     assert preempted and cached
     assert ContextKeeper.reads > 5 * len(ContextKeeper.seen) > 0
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_planner_hears_of_prompts_without_what_is_found_of_them(tiny, cached):
+    """What it hears of a step in which all enter is what that step runs."""
+    heard, ran = [], []
+    with Bench(tiny, drafter="Garbage", enable_prefix_caching=cached) as bench:
+        prompts = [[3 + (7 * i + j) % 90 for j in range(33 + i)] for i in range(4)]
+        first = requests_of(0)[0]
+        for turn in range(2):
+            for i, ids in enumerate(prompts):
+                params = SamplingParams(temperature=0, max_tokens=4)
+                row = to_row_params(params, len(ids), EOS, VOCAB, None)
+                bench.engine.add(
+                    dataclasses.replace(
+                        first, id=f"{turn} {i}", token_ids=tuple(ids), limit=len(ids) + 4,
+                        sampling=params, row_params=row, structured=None,
+                    )
+                )  # fmt: skip
+            scheduler = bench.engine.scheduler
+            choose, plan = scheduler.planner.choose, scheduler.plan
+            scheduler.planner.choose = lambda facts, choose=choose: (
+                heard.append((facts.prefill_tokens, facts.emitting)) or choose(facts)
+            )
+
+            def planned(plan=plan):
+                found = plan()
+                if found is not None:
+                    chunks = found.rows.array[found.rows.array[:, 1] >= 0]
+                    ran.append((int(chunks[:, 2].sum()), int(chunks[:, 3].sum())))
+                return found
+
+            scheduler.plan = planned
+            heard.clear(), ran.clear()
+            while bench.engine.has_work():
+                bench.engine.step()
+            scheduler.planner.choose, scheduler.plan = choose, plan
+            assert heard[0] == ran[0]
+    left = sum(len(ids) - 32 * cached for ids in prompts)
+    assert heard[0] == (left, 4)
 
 
 def test_memory_counts_the_drafters_layers(tiny):

@@ -106,6 +106,20 @@ class KVCache:
         certain = known < len(r.chain.digests)  # what lies behind the first unknown page is lost
         return certain and self.pages_for(len(r.tokens)) - known > self.pool.free
 
+    def likely(self, r: RequestState) -> int:
+        """Leading tokens of a waiting request that an admission will probably find: a look at the
+        index, which holds nothing and verifies nothing.
+        """
+        if not self._may_hit(r):
+            return 0
+        pages = (len(r.tokens) - 1) // self.page_size
+        digests = r.chain.digests
+        for i in range(pages):
+            known = digests[i] if i < len(digests) else self._digest(r, i, self._page_tokens(r, i))
+            if not self.pool.leading((known,)):
+                return i * self.page_size
+        return pages * self.page_size
+
     def start(self, r: RequestState) -> int:
         """The first position that an admitted request must run.
 

@@ -9,7 +9,7 @@ enters when its whole text fits), and then the policy names who gives way.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from deepinfer.api.policy import Budget, StepFacts
@@ -156,14 +156,20 @@ class Scheduler:
         """Tokens of prompts that the step will likely run, and how many prompts end with it."""
         left = total = max(0, min(budget.prefill_tokens, budget.tokens - decoding))
         emitting = 0
-        rest = [r.prefill_to - r.prefilled for r in self.running if r.prefilled < r.prefill_to]
-        rest += [len(r.tokens) for r in self.waiting[: len(self.cache.slots)]]
-        for tokens in rest:
-            if not left:
-                break
+        for tokens in self._prompts_left():
             emitting += tokens <= left
             left -= min(tokens, left)
+            if not left:
+                break
         return total - left, emitting
+
+    def _prompts_left(self) -> Iterator[int]:
+        """Tokens that prompts still have to run, those first that run already."""
+        for r in self.running:
+            if r.prefilled < r.prefill_to:
+                yield r.prefill_to - r.prefilled
+        for r in self.waiting[: len(self.cache.slots)]:
+            yield len(r.tokens) - self.cache.likely(r)
 
     def _decodes(self, build: PlanBuilder) -> None:
         """One row for each running request whose text may not be complete yet.
