@@ -200,6 +200,30 @@ def test_another_load_makes_it_try_at_once(tmp_path):
     assert engine.choices[-1].propose
 
 
+@dataclass
+class Uneven(Device):
+    """Takes half of what was measured where steps are small."""
+
+    def took(self, rows, propose):
+        return super().took(rows, propose) * (0.5 if rows <= 8 else 1.0)
+
+
+def test_how_the_table_errs_at_one_load_is_not_held_against_another(tmp_path):
+    """Few requests draft, and faster than the table says; many must not begin because of it."""
+    shape = {"base": 0.04, "row": 0.0013, "draft": 0.04}
+    planner = Planner(context(tmp_path, Device(**shape)))
+    device = Uneven(**shape)
+    engine = Engine(planner, device, 16, stand=0.7).run(60)
+    assert not engine.choices[-1].propose
+    many, engine.views = engine.views, engine.views[:1]
+    engine.run(60)
+    assert engine.choices[-1].propose
+    engine.views, began, before = many, engine.now, engine.tokens
+    engine.run(300)
+    rate = (engine.tokens - before) / (engine.now - began)
+    assert rate > 0.98 * 16 / device.took(16, False)
+
+
 def test_limits_of_requests_are_kept(tmp_path):
     device = Device(base=0.01)
     planner = Planner(context(tmp_path, device))

@@ -58,3 +58,13 @@ class Pace:
             self.ratio[other] *= self.ratio[drafting] / old
             self._took[other].clear()  # of another time
             self._took[other].append(self.ratio[other])
+
+    def another_load(self) -> None:
+        """What was seen says how the table errs at one load; at another only how fast the machine
+        is: both ratios are the one that was seen last, until they are seen here.
+        """
+        last = min(self._ages, key=lambda kind: self._ages[kind])
+        for kind, took in self._took.items():
+            self.ratio[kind] = self.ratio[last]
+            self._ages[kind] = 0
+            took.clear()
