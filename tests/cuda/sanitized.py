@@ -1,13 +1,19 @@
-"""Every op of the backend once, in small shapes, for ``compute-sanitizer``.
+"""Kernels of the backend in small shapes, for ``compute-sanitizer``.
 
-``compute-sanitizer --tool memcheck python sanitized.py [SECONDS]``: the kit's cases, compared with
-their references, then attention of several pieces. Leaves with 1 if something is wrong by itself.
+``compute-sanitizer --tool memcheck python sanitized.py [SECONDS [PART]]``: with PART ``kit``, as
+without, attention of several pieces and the kit's cases, compared with their references, while the
+seconds last; with ``2/8`` the third of eight shares of the launches that name every kernel and
+variant (``registry``). ``racecheck.py`` runs all of them side by side, so that they share what
+compiling takes. Prints which kernels were launched; leaves with 1 if something is wrong by itself.
 """
 
 import sys
+import time
 
 import torch
+import triton
 from deepinfer.testing.selftest import check_ops
+from registry import launches
 
 
 def pieces():
@@ -24,17 +30,47 @@ def pieces():
     return bool(out.isfinite().all())
 
 
+def launch_all(group, groups, until):
+    """(launches left out because time was up, sentences about those that failed)."""
+    major, minor = torch.cuda.get_device_capability()
+    late, wrong = [], []
+    with torch.device("cuda"):
+        for index, launch in enumerate(launches()):
+            if index % groups != group or 10 * major + minor not in launch.targets:
+                continue
+            if time.monotonic() > until:
+                late.append(launch.name)
+                continue
+            try:
+                launch.run()
+                torch.cuda.synchronize()
+            except Exception as why:  # whatever a driver or a compiler can raise
+                wrong.append(f"{launch.name}: {type(why).__name__}: {str(why)[:200]}")
+    return late, wrong
+
+
 def main():
-    found = check_ops("cuda", float(sys.argv[1]) if sys.argv[1:] else 60.0)
-    for sentence in found.wrong:
-        print(sentence)
-    with torch.inference_mode():
-        fine = pieces()
+    seconds = float(sys.argv[1]) if sys.argv[1:] else 60.0
+    part = sys.argv[2] if sys.argv[2:] else "kit"
+    began, launched = time.monotonic(), set()
+    triton.knobs.runtime.launch_enter_hook.add(lambda about: launched.add(about.get()["name"]))
+    if part == "kit":
+        found = check_ops("cuda", seconds)
+        wrong, said = list(found.wrong), f"{found.ran} cases of {found.ops} ops, {found.left} left"
+        with torch.inference_mode():
+            if not pieces():
+                wrong.append("attention of several pieces is not finite")
+    else:
+        group, groups = map(int, part.split("/"))
+        with torch.inference_mode():
+            late, wrong = launch_all(group, groups, began + seconds)
+        said = f"{len(late)} launches late"
     torch.cuda.synchronize()
-    print(
-        f"{found.ran} cases of {found.ops} ops, {found.left} left, {len(found.wrong)} wrong, {fine}"
-    )
-    return 1 if found.wrong or not fine else 0
+    print("launched:", *sorted(launched))
+    for sentence in wrong:
+        print(sentence)
+    print(f"{said}, {len(wrong)} wrong")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
