@@ -172,7 +172,7 @@ def test_there_must_be_a_place_to_write_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match="the package of 'dspark-demo'") as raised:
         run(shipped, Workload())
     assert "--out" in raised.value.next_step
-    with pytest.raises(ConfigError, match="there is no folder .*nowhere"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
         run(shipped, Workload(), tmp_path / "nowhere" / "c.json")
 
 
