@@ -15,6 +15,8 @@ PRODUCT = {SM90: frozenset({"HGMMA", "UTMALDG"}), SM100: frozenset({"UTCHMMA", "
 """The same, fed by tensor descriptors."""
 COPIED = {SM90: frozenset({"HGMMA", "UTMALDG"})}
 """Kernels for Hopper alone."""
+STORED = {SM90: COPIED[SM90] | {"UTMASTG"}}
+"""Those that leave storing to the copy engine too."""
 TIGHT = {"attention_kernel": {SM90: 32, SM100: 48}, "flash_kernel": {SM90: 72}}
 """Attention stands at 255 registers: what ptxas 12.8 spills there, so that more is noticed. Of
 flash_kernel's none lies in the loop over blocks.
@@ -72,9 +74,19 @@ def hoppers():
             w, y = torch.zeros(n, 4096, dtype=BF), torch.zeros(m, n // (1 + gated), dtype=BF)
             run = partial(hopper.product, x, w, None, y, gated)
             yield Launch(f"{name} {m}x{n} gated {gated}", run, {name: COPIED}, targets=kind)
+    for tile in (hopper.LOW, hopper.TALL):
+        for gated in (False, True):
+            x, w = torch.zeros(300, 512, dtype=BF), torch.zeros(1024, 512, dtype=BF)
+            y = torch.zeros(300, 1024 // (1 + gated), dtype=BF)
+            run = partial(hopper.long, x, w, None, y, gated, tile)
+            name = f"long_kernel {tile.parts} parts gated {gated}"
+            yield Launch(name, run, {"long_kernel": STORED}, targets=kind)
+    run = partial(hopper.product, x, w[:512], y[0], y)
+    yield Launch("long_kernel biased", run, {"long_kernel": STORED}, targets=kind)
+    x, w, y = (torch.zeros(rows, 4096, dtype=BF) for rows in (256, 4096, 256))
     for parts in ((256,), (128, 64, 32), (128, 64), (32,)):
-        tile, y = hopper.Wide(parts, 4), torch.zeros(256, 4096)
-        run = partial(hopper.wide, x, w[:4096], y[0].to(BF), y, tile=tile)
+        tile = hopper.Wide(parts, 4)
+        run = partial(hopper.wide, x, w, y[0], y.float(), tile=tile)
         yield Launch(f"wide_kernel {parts}", run, {"wide_kernel": COPIED}, targets=kind)
     for heads, kv_heads, dim, page in ((32, 8, 128, 64), (32, 8, 128, 16), (9, 3, 64, 16)):
         cache = torch.zeros(4, page, kv_heads, dim, dtype=BF)

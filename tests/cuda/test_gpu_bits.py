@@ -26,6 +26,32 @@ def test_products_are_the_tensor_cores_to_the_bit(device, n, k):
             assert torch.equal(got, want[:count]), f"M={count}"
 
 
+@pytest.mark.parametrize("tile", ["LOW", "TALL"])
+@pytest.mark.parametrize("m, n, k", [(257, 512, 64), (300, 1024, 576), (1000, 4096, 4096)])
+def test_long_products_have_the_bits_of_the_kernels_for_any_gpu(device, tile, m, n, k):
+    """Plain, with a bias, and gated: gates far out of range too, where exponentials overflow."""
+    from deepinfer_backend_cuda import hopper, linear
+
+    if not hopper.serves(device):
+        pytest.skip("not a Hopper GPU")
+    source = torch.Generator(device).manual_seed(31)
+    x, w, u, bias = (
+        torch.randn(shape, generator=source, device=device).bfloat16()
+        for shape in ((m, k), (n, k), (2 * n, k), (n,))
+    )
+    with torch.inference_mode():
+        for scale in (0.02, 3.0):
+            for weights, b, gated in ((w, None, False), (w, bias, False), (u, None, True)):
+                got, want = (torch.full((m, n), 7.0, device=device).bfloat16() for _ in "gw")
+                rows = x * scale
+                if gated:
+                    linear._gated(rows, weights, want)
+                else:
+                    linear._tensor_cores(rows, weights, b, want)
+                hopper.long(rows, weights, b, got, gated, getattr(hopper, tile))
+                assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (b, gated)
+
+
 def test_no_bit_moved(device):
     """A change of compiler, or of a kernel's order, has to be recorded with open eyes."""
     from deepinfer_backend_cuda import bits

@@ -124,15 +124,10 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor) -> None:
         x, w = x.float(), w.float()
     if not _matrix(w):
         _plain(x, w, bias, y)
-    elif _read_ahead(x, w):
+    elif _addressable(w) and hopper.multiplies(x, y):  # a copy could not be read ahead
         hopper.product(_aligned(x), w, bias, y)
     else:
         _tensor_cores(_aligned(x), _aligned(w), bias, y)
-
-
-def _read_ahead(x: Tensor, w: Tensor) -> bool:
-    """Whether Hopper's kernels serve; weights that would be copied first cannot be read ahead."""
-    return len(x) <= hopper.WIDE_ROWS and hopper.serves(w.device) and _addressable(w)
 
 
 def _matrix(w: Tensor) -> bool:
@@ -148,7 +143,7 @@ def gated(x: Tensor, w: Tensor) -> Tensor:
         return rows.silu_mul(linear(x, w))
     if y.numel():
         flat = _aligned(x.reshape(-1, k))
-        if _read_ahead(flat, w):
+        if _addressable(w) and hopper.multiplies(flat, y):
             hopper.product(flat, w, None, y, gated=True)
         else:
             _gated(flat, _aligned(w), y)

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepinfer_backend_cuda.kernels import rows as kernels
 from deepinfer_backend_cuda.launch import exact
 
-HEADS, ROPE_WARPS = 8, 4
+HEADS, ROPE_WARPS = 8, 2
 """Heads that a program rotates, and its warps."""
 
 

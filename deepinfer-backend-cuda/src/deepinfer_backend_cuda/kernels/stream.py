@@ -44,10 +44,26 @@ def _weights(w_desc, full, ring, stage, tile, k, N, real, ROWS: gl.constexpr, BN
 
 
 @gluon.jit
-def silu_times(gate, up, OUT: gl.constexpr):
-    """``kernels.rows.silu_times``."""
-    gate, up = gate.to(OUT).to(gl.float32), up.to(OUT).to(gl.float32)
-    return gate / (1.0 + gl.exp(-gate)) * up
+def _rounded(x):
+    """x rounded to bfloat16, two at a time: one by one it takes the unit of transcendentals."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2;"
+        " shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000; }",
+        "=r,=r,r,r", [x], gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def silu_times(gate, up):
+    """``kernels.rows.silu_times`` of both rounded to bfloat16. An exponential that is too small for
+    a normal number is nothing beside 1, so it may as well be 0.
+    """
+    gate, up = _rounded(gate), _rounded(up)
+    small = gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [gate * -1.4426950408889634], gl.float32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return gate / (1.0 + small) * up
 
 
 @gluon.jit(do_not_specialize=["M", "PROGRAMS"])
@@ -128,7 +144,7 @@ def stream_kernel(
             stage = gl.where(stage == STAGES, 0, stage)
         if GATED:
             acc, up = warpgroup_mma_wait(0, deps=[acc, up])
-            acc = silu_times(acc, up, OUT)
+            acc = silu_times(acc, up)
         else:
             acc = warpgroup_mma_wait(0, deps=[acc])
         columns = tile * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, ACC))

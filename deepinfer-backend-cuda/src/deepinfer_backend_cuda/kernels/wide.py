@@ -111,7 +111,7 @@ def _store(acc, y_ptr, bias_ptr, m, n, M, N, P: gl.constexpr, GATED: gl.constexp
     if GATED:
         two = acc.reshape([ROWS, 2, P // 2]).permute([0, 2, 1])
         gate, up = two.split()
-        y = silu_times(gate, up, OUT)
+        y = silu_times(gate, up)
     else:
         y = acc
     LAYOUT: gl.constexpr = y.type.layout
