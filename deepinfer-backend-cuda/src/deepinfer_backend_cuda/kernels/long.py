@@ -21,19 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deepinfer_backend_cuda.kernels.stream import SWIZZLED, silu_times
+from deepinfer_backend_cuda.kernels.wide import place
 
 COLUMNS = gl.constexpr(256)
 HALF = gl.constexpr(128)
 BK = gl.constexpr(64)
-
-
-@gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """(tile of rows, tile of columns): GROUP tiles of rows are walked together."""
-    width = GROUP * tiles_n
-    first = (tile // width) * GROUP
-    height = gl.minimum(tiles_m - first, GROUP)
-    return first + (tile % width) % height, (tile % width) // height
 
 
 @gluon.jit
@@ -48,7 +40,7 @@ def _fetch(
     steps = gl.cdiv(K, BK)
     seen = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, tiles_n, GROUP)
+        m, n = place(tile, tiles_m, tiles_n, GROUP)
         m, n = m * PARTS * ROWS, n * WIDE
         for k in range(steps):
             stage = seen % STAGES
@@ -127,7 +119,7 @@ def _multiply(
             acc = warpgroup_mma_wait(0, deps=[acc])
         gl.thread_barrier()
         mbarrier.arrive(free.index((seen + STAGES - 1) % STAGES), count=1)
-        m, n = _place(tile, tiles_m, tiles_n, GROUP)
+        m, n = place(tile, tiles_m, tiles_n, GROUP)
         m, n = (m * PARTS + WHICH) * ROWS, n * WIDE
         if TWO:
             first, second = acc, more

@@ -26,7 +26,7 @@ ROWS = gl.constexpr(64)  # of a warp group
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
+def place(tile, tiles_m, tiles_n, GROUP: gl.constexpr):
     """(tile of rows, tile of columns): GROUP tiles of rows are walked together."""
     width = GROUP * tiles_n
     first = (tile // width) * GROUP
@@ -75,7 +75,7 @@ def _fetch(
     WIDE: gl.constexpr = (P0 + P1 + P2) // 2 if GATED else P0 + P1 + P2
     tiles_m, tiles_n = gl.cdiv(M, 2 * ROWS), gl.cdiv(N, WIDE)
     steps = gl.cdiv(K, BK)
-    m, n = _place(gl.program_id(0), tiles_m, tiles_n, GROUP)
+    m, n = place(gl.program_id(0), tiles_m, tiles_n, GROUP)
     for early in gl.static_range(STAGES):
         _weights(
             w_desc, full, ring_0, ring_1, ring_2, early, n * WIDE, early, N, early < steps,
@@ -90,7 +90,7 @@ def _fetch(
     seen = gl.minimum(steps, STAGES)
     early_steps = seen
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = _place(tile, tiles_m, tiles_n, GROUP)
+        m, n = place(tile, tiles_m, tiles_n, GROUP)
         begin = gl.where(tile == gl.program_id(0), early_steps, 0)
         for k in range(begin, steps):
             stage = seen % STAGES
@@ -176,7 +176,7 @@ def _multiply(
             acc_0, acc_1, acc_2 = warpgroup_mma_wait(0, deps=[acc_0, acc_1, acc_2])
         gl.thread_barrier()
         mbarrier.arrive(free.index((seen + STAGES - 1) % STAGES), count=1)
-        m, n = _place(tile, tiles_m, tiles_n, GROUP)
+        m, n = place(tile, tiles_m, tiles_n, GROUP)
         m, n = m * 2 * ROWS + WHICH * ROWS, n * WIDE
         _store(acc_0, y_ptr, bias_ptr, m, n, M, N, P0, GATED, BIASED, OUT)
         if P1 > 0:
