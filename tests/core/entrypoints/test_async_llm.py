@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -136,15 +137,20 @@ def test_who_is_aborted_while_he_waits_has_an_empty_list_of_logprobs(toy):
 
 
 def test_pictures_are_read_while_the_event_loop_goes_on(toy):
-    """And who comes with the same name meanwhile is refused or refuses: one of both runs."""
+    """And who comes with the same name meanwhile is refused or refuses: one of both runs. Pictures
+    are there at once and steps take time, so that one cannot end before the other comes.
+    """
     asked = {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": b"picture"}}
 
     async def main():
-        async with toy.async_llm() as llm:
-            moved_on = threading.Event()
+        async with toy.async_llm(script=toy.script(jitter=0.05)) as llm:
+            moved_on, both = threading.Event(), threading.Barrier(2, timeout=10)
+            reads = itertools.count()
 
             def read(given):
                 assert moved_on.wait(10), "the event loop waited for the picture"
+                if next(reads) < 2:  # who finds the name in use may read once more
+                    both.wait()
                 return ()
 
             llm.assembly.preparer.images.read = read
