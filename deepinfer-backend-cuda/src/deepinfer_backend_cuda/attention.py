@@ -220,7 +220,7 @@ def launch(
         part = lse.new_empty((tokens, heads, pieces, dim))
         state = lse.new_empty((tokens, heads, pieces, 2))
         arrived = plan.counts(most * kv_heads)
-    kernels.attention_kernel[(most, kv_heads, pieces)](
+    kernels.attention_kernel[(most * kv_heads, pieces)](
         q,
         k_cache,
         v_cache,

@@ -165,14 +165,15 @@ def attention_kernel(
 ):  # fmt: skip
     """BQ query rows of one request times the G heads of one cached head: BM rows of a tile.
 
-    q [T, HKV·G, D]; o, lse contiguous. SPLIT: program (·, ·, s) stores piece s of each row to
+    q [T, HKV·G, D]; o, lse contiguous. SPLIT: program (·, s) stores piece s of each row to
     ``part`` float32[T, HQ, pieces, D] and (max, sum) to ``state`` float32[T, HQ, pieces, 2]; the
     one that ``arrived`` int32[tiles, HKV] says is a tile's last merges its pieces, ascending, and
     sets it back to 0.
     """
     follow(CHAIN)
-    tile = tl.program_id(0)
-    h = tl.program_id(1)
+    # Heads of a request beside each other: their lines of the cache share pages of memory.
+    tile = tl.program_id(0) // HKV
+    h = tl.program_id(0) % HKV
     b = tl.load(request_ptr + tile)
     if b <= requests:
         first = tl.load(first_ptr + tile)
@@ -207,8 +208,8 @@ def attention_kernel(
         m, l, acc = _nothing(BM, BD)  # sums by a product with ones have 16 equal columns
         n0, n1 = low, keys
         if SPLIT:
-            n0 = tl.maximum(tl.program_id(2) * PIECE, low)
-            n1 = tl.minimum((tl.program_id(2) + 1) * PIECE, keys)
+            n0 = tl.maximum(tl.program_id(1) * PIECE, low)
+            n1 = tl.minimum((tl.program_id(1) + 1) * PIECE, keys)
         # Blocks that all rows see whole, then those on the diagonal.
         whole = n0 if WINDOW else tl.maximum(n0, tl.minimum(n1, least // BLOCK_N * BLOCK_N))
         for at in tl.range(n0, whole, BLOCK_N):
@@ -236,8 +237,8 @@ def attention_kernel(
             walked = tl.maximum(tl.cdiv(keys, PIECE), 1)
             at_part = (row * (HKV * G) + head) * pieces
             last = False
-            if tl.program_id(2) < walked:
-                mine = at_part + tl.program_id(2)
+            if tl.program_id(1) < walked:
+                mine = at_part + tl.program_id(1)
                 mask = real[:, None] & dim[None, :]
                 tl.store(part_ptr + mine[:, None] * D + od[None, :], acc, mask=mask)
                 tl.store(state_ptr + mine * 2, m, mask=real)
