@@ -92,3 +92,31 @@ def _add(writer, key, value):
         list: writer.add_array,
     }
     adders[type(value)](key, value)
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Called, it makes CPU devices that are opened from then on record: a graph is the function
+    itself, standing inputs and all. Returns counts; with "full" set, nothing can be recorded.
+    """
+    import torch
+    from deepinfer.ops.backend import CPUDevice
+
+    def install():
+        counts = {"recorded": 0, "replays": 0, "full": False}
+
+        def record(device, fn):
+            if counts["full"]:
+                raise torch.OutOfMemoryError("none left")
+            counts["recorded"] += 1
+
+            def replay():
+                counts["replays"] += 1
+                return fn()
+
+            return replay
+
+        monkeypatch.setattr(CPUDevice, "record", record, raising=False)
+        return counts
+
+    return install

@@ -1,13 +1,21 @@
 """From arguments and variables to a speculator: what is meant, what is refused, by which name."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from deepinfer import LLM, SamplingParams
 from deepinfer.cli.config import memory_facts
 from deepinfer.config import EngineConfig
-from deepinfer.errors import ConfigError, DeepInferError, ModelLoadError, UnsupportedError
+from deepinfer.discovery import import_path
+from deepinfer.errors import (
+    ConfigError,
+    DeepInferError,
+    EngineDeadError,
+    ModelLoadError,
+    UnsupportedError,
+)
 from deepinfer.testing.tiny import write_tiny_checkpoint
 
 ON, NEXTN = "DEEPINFER_ENABLE_MTP_VARLEN", "DEEPINFER_USE_NEXTN_DECODE"
@@ -183,3 +191,22 @@ def test_off_is_as_if_the_plugin_were_not_there(tiny):
             assert type(runner._rig.drafter).__name__ == "NullDrafter"
             assert llm.assembly.engine.scheduler.planner is None
             assert runner.slots.width == llm.assembly.facts.max_model_len + 1
+
+
+@pytest.mark.parametrize(
+    "path, call",
+    [
+        *(("deepinfer_speculative.ngram:NgramDrafter", c) for c in ("allot", "commit", "propose")),
+        *(("deepinfer_speculative.planner:Planner", c) for c in ("choose", "observe")),
+    ],
+)
+def test_a_plugin_that_raises_within_a_step_is_named(tiny, monkeypatch, path, call):
+    def broken(*args):
+        raise KeyError("lost")
+
+    with opened(tiny, speculative="ngram,mode=static") as llm:
+        monkeypatch.setattr(import_path(path), call, broken)
+        with pytest.raises(EngineDeadError) as told:
+            llm.generate([[5, 6, 5, 6, 5]], SamplingParams(max_tokens=9, ignore_eos=True))
+    said = f"speculator 'ngram' of deepinfer-speculative {version('deepinfer-speculative')} raised"
+    assert said in str(told.value) and f"KeyError('lost') in {call}" in str(told.value)

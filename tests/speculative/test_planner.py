@@ -68,7 +68,7 @@ class Engine:
             choice = self.planner.choose(
                 DraftFacts(
                     step=self.step, now=self.now, decoding=self.views, prefill_tokens=0,
-                    emitting=0, room=512,
+                    emitting=0, room=512, running=len(self.views),
                 )
             )  # fmt: skip
             self.choices.append(choice)
@@ -109,7 +109,7 @@ class Engine:
 
 def facts(views, **more):
     given = {"step": 1, "now": 0.0, "prefill_tokens": 0, "emitting": 0, "room": 512, **more}
-    return DraftFacts(decoding=views, **given)
+    return DraftFacts(**{"decoding": views, "running": len(views), **given})
 
 
 def test_static_verifies_everything_there_is_room_for(tmp_path):

@@ -1,82 +1,83 @@
-"""Drafts as graphs, on a device whose graphs are the functions themselves."""
+"""Steps that run whole, as a device with graphs runs them, with drafts: texts and drafts alike."""
 
-from functools import partial
+import json
 
 import pytest
-import torch
 from deepinfer import SamplingParams
-from deepinfer.api.speculative import DrafterTarget
-from deepinfer.worker import loading
-from deepinfer_speculative.dspark.recorded import Recorded
 from draft_rig import Watched, engine, ids, prompts
 from dspark_rig import pair
 
-
-class Device:
-    """Counts what it records, and what ran of it."""
-
-    def __init__(self):
-        self.shapes, self.replays, self.full = [], 0, False
-
-    def capture(self, fn, shape):
-        if self.full:
-            raise torch.OutOfMemoryError("none left")
-        self.shapes.append(shape)
-
-        def replay():
-            self.replays += 1
-            return fn()
-
-        return replay
-
-
-def make(anchors, slots):
-    return torch.stack((anchors + 1, slots), 1), slots[:, None].float()
-
-
-def target_with(way, **has):
-    return DrafterTarget(**{**has, "capture": way})
-
-
-def told(recorded, key, *slots):
-    slots = torch.tensor(slots)
-    made = recorded(key, slots * 10, slots, make)
-    return [part.tolist() for part in made] == [p.tolist() for p in make(slots * 10, slots)]
-
-
-def test_the_second_of_a_size_is_recorded_and_the_rest_replayed():
-    device = Device()
-    recorded = Recorded(device.capture, 8)
-    for slots in ([3], [5], [1, 2, 3], [6, 5, 4, 1], [0, 7, 2], range(9), range(9)):
-        assert told(recorded, "a", *slots)
-    assert (device.shapes, device.replays) == ([1, 4], 3)
-    for _ in range(2):
-        assert told(recorded, "b", 5)
-    assert (device.shapes, device.replays) == ([1, 4, 1], 4)
-
-
-def test_without_memory_for_graphs_drafts_are_launched():
-    device = Device()
-    recorded, device.full = Recorded(device.capture, 8), True
-    assert all(told(recorded, "a", 2, 1) for _ in range(4))
-    device.full = False
-    assert all(told(recorded, "a", 2, 1) for _ in range(4)) and not device.shapes
+PARAMS = [
+    SamplingParams(
+        temperature=0.9 * (i % 2), seed=i, max_tokens=8 + 5 * i, top_k=3 * (i % 4 == 3),
+        ignore_eos=True,
+    )
+    for i in range(7)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("heat", [0.0, 1.0])
-def test_recorded_drafts_are_the_launched_ones(tmp_path, monkeypatch, family, heat):
+@pytest.mark.parametrize("greedy", [False, True])
+def test_drafts_are_those_of_steps_in_halves(tmp_path, monkeypatch, recording, family, greedy):
     """For any mix of requests, whose number changes as they end."""
-    found, device = [], Device()
-    asked = [
-        SamplingParams(temperature=heat, seed=i, max_tokens=8 + 5 * i, top_k=(i % 3) * int(heat))
-        for i in range(7)
-    ]
-    for capture in (None, device.capture):
+    found, counts = [], None
+    params = PARAMS[::2] if greedy else PARAMS
+    for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(loading, "DrafterTarget", partial(target_with, capture))
             watched = Watched(patch)
-            with engine(*pair(tmp_path, family), {"mode": "static"}) as llm:
-                texts = ids(llm.generate(prompts(7), asked))
+            with engine(*pair(tmp_path, family), {"mode": "static"}, max_num_seqs=7) as llm:
+                texts = ids(llm.generate(prompts(len(params)), params))
         found.append((texts, sorted((text, drafts) for text, drafts, _ in watched.rounds)))
-    assert found[0] == found[1] and device.replays > 10
+        counts = counts or recording()
+    assert found[0] == found[1] and counts["replays"] > 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("how", [{"mode": "static"}, {"mode": "cap"}, {"mode": "adaptive"}])
+def test_texts_are_those_without_drafts(learn, recording, how, dtype):
+    target, draft, _ = learn("dspark")
+    more = {"dtype": dtype, "max_num_seqs": 5}
+    with engine(target, None, **more) as llm:
+        want = ids(llm.generate(prompts(7), PARAMS))
+    counts = recording()
+    with engine(target, draft, how, **more) as llm:
+        for _ in range(2):  # prefixes are found the second time
+            outs = llm.generate(prompts(7), PARAMS)
+            assert ids(outs) == want
+    assert counts["replays"] > 10 or how["mode"] == "cap"
+    assert sum(out.metrics.accepted for out in outs) > 10 or how["mode"] != "static"
+
+
+def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
+    learn, tmp_path, monkeypatch, recording
+):
+    """Rows that a graph has put aside are those that would have been written at once."""
+    target, draft, _ = learn("dspark")
+    curve = {"sizes": [1], "seconds": [1.0], "tier_limit": 0}
+    table = {"version": 2, "plain": curve, "verify": curve, "draft": {**curve, "seconds": [1e4]}}
+    (tmp_path / "costs.json").write_text(json.dumps(table))
+    how = {"mode": "adaptive", "costs": str(tmp_path / "costs.json")}
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+
+    def rounds(recorded):
+        counts = recording() if recorded else None
+        with monkeypatch.context() as patch:
+            watched = Watched(patch)
+            with engine(target, draft, how, max_num_seqs=5) as llm:
+                planner = llm.assembly.engine.scheduler.planner
+                right, asked = planner.choose, []
+
+                def choose(facts):
+                    asked.append(facts)
+                    choice = right(facts)
+                    # A pause, and behind every twentieth step drafts, whatever they cost.
+                    return choice._replace(rows=0, propose=len(asked) % 20 == 0)
+
+                patch.setattr(planner, "choose", choose)
+                texts = ids(llm.generate(prompts(5), params))
+        return texts, sorted((text, drafts) for text, drafts, _ in watched.rounds), counts
+
+    texts, drafts, _ = rounds(recorded=False)
+    again, same, counts = rounds(recorded=True)
+    assert again == texts and same == drafts and len(drafts) > 10
+    assert counts["replays"] > 40

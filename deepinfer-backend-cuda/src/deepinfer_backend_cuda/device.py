@@ -45,6 +45,11 @@ class CudaDevice:
         assert self._graphs is not None, "the device is closed"
         return self._graphs.capture(fn)
 
+    def record(self, fn: Callable[[], Any]) -> Callable[[], Any]:
+        """The same without running it: everything that ``fn`` launches has been compiled."""
+        assert self._graphs is not None, "the device is closed"
+        return self._graphs.record(fn)
+
     def free_bytes(self) -> int:
         """What the driver has free, and what torch holds of it without using it."""
         with torch.cuda.device(self.torch_device):

@@ -1,7 +1,8 @@
 """``attention_block`` and ``decoder_layers``: the same kernels, fewer launches.
 
 Steps of few rows a request (decode, drafts to verify, short prompts) run as CUDA graphs, one for
-each tier of tokens and of block-table width, made at a tier's second step. A graph takes every row
+each tier of tokens and of block-table width, made at a tier's second step, if they are not part of
+a whole step's. A graph takes every row
 for a request's only one where it chooses its kernels, and how many a request has is an input, so
 one graph serves all mixes. No kernel's bits depend on the number of rows, so neither padding nor
 replay shows.
@@ -99,14 +100,20 @@ def all_layers(
 ) -> Tensor:
     """Rows [T, H] through all layers, launch by launch; ``blocks`` read weights of other kinds."""
     attend, feed = blocks or (attention_block, mlp_block)
+    wanted = () if taps is None else taps.layers
     residual: Tensor | None = None
     for index, (attn, mlp) in enumerate(layers):
         x, residual = attend(x, residual, attn, batch, kv.layer(index), cos_sin)
+        if index and index - 1 in wanted:  # the norm has added what the layer before left
+            assert taps is not None
+            taps.put(index - 1, residual)
         x, residual = feed(x, residual, *mlp)
-        if taps is not None and index in taps.layers:
-            taps.put(index, x + residual)
     assert residual is not None, "there is at least one layer"
-    return x + residual
+    out = x + residual
+    if len(layers) - 1 in wanted:
+        assert taps is not None
+        taps.put(len(layers) - 1, out)
+    return out
 
 
 @dataclass(slots=True)
@@ -171,6 +178,12 @@ class Layers:
         tokens = len(x)
         plan = batch.attn
         few = max(SHORT, ROWS_A_REQUEST * len(plan.kv_lengths))
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            if len(plan.kv_lengths) < tokens <= min(few, MOST_TOKENS):
+                inside = _stage(tokens, plan.block_table.shape[1], x, plan)
+                _fill(inside, x, batch, plan)
+                x, batch = inside.x, inside.batch
+            return all_layers(x, layers, batch, kv, cos_sin, taps, self._blocks)
         if self._graphs is None or tokens > min(few, MOST_TOKENS) or tokens < len(plan.kv_lengths):
             return all_layers(x, layers, batch, kv, cos_sin, taps, self._blocks)
         if self._of[0] is not layers or self._of[1] is not kv:

@@ -6,12 +6,12 @@ pickle, call ``verify_same`` and import by path, so every process runs the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepinfer.discovery import CORE, CORE_VERSION, import_path, installed_version
-from deepinfer.errors import PluginError
+from deepinfer.errors import DeepInferError, PluginError
 
 if TYPE_CHECKING:
     from deepinfer.config import EngineConfig
@@ -87,6 +87,31 @@ class Chosen:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} of {self.distribution} {self.version}"
+
+
+class Named:
+    """What a plugin has made, whose errors say whose they are: those of the methods ``calls``."""
+
+    def __init__(self, chosen: Chosen, made: Any, *calls: str) -> None:
+        self._made = made
+        for call in calls:
+            setattr(self, call, self._naming(chosen, call))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def _naming(self, chosen: Chosen, call: str) -> Callable[..., Any]:
+        def asked(*args: Any) -> Any:
+            try:
+                return getattr(self._made, call)(*args)
+            except (DeepInferError, MemoryError):
+                raise
+            except Exception as why:
+                if type(why).__name__ == "OutOfMemoryError":  # torch's, which is not loaded here
+                    raise
+                raise PluginError(f"{chosen} raised {why!r} in {call}.") from why
+
+        return asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def allocate(survival: Tensor, eligible: Tensor, k: int) -> Tensor:
     score = torch.where(mine, score, -1.0).t().reshape(-1)  # position first, then row
     order = torch.sort(score, descending=True, stable=True).indices
     won = torch.zeros(rows * gamma, dtype=torch.int64, device=survival.device)
-    won[order[:k]] = 1
+    won.index_fill_(0, order[:k], 1)
     return (won.view(gamma, rows).t() * mine).sum(1)
 
 

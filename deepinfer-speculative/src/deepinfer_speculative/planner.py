@@ -139,7 +139,7 @@ class Planner:
     def _pausing(self, facts: DraftFacts) -> DraftChoice:
         """A step of a pause: it has no drafts, and may be the last without drafting behind it."""
         assert self._table is not None
-        count = len(facts.decoding)
+        count = facts.running
         requests = count + facts.emitting
         if requests and (self._since % LOOK == 0 or self._changed(requests)):
             back = self._comes_back(requests)

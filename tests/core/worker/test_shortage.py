@@ -91,7 +91,7 @@ def test_what_can_be_made_again_is_given_back_before_anything_is_cut(naive, monk
     runner = make_runner(naive)
     freed = []
     small = Small(monkeypatch, naive.model, "forward", 0, lambda batch, *_: 0 if freed else 1)
-    runner._shortage._release = lambda: freed.append(1)
+    runner._shortage._releases = (lambda: freed.append(1),)
     done = run(runner)
     monkeypatch.undo()
     assert (small.refused, len(freed), runner._shortage.times) == (1, 1, 1)

@@ -101,7 +101,10 @@ class Device(Protocol):
     runs out within a step, to give back what can be made again, such as graphs and caches. One with
     ``explain(error)`` may give a clearer error for one that its driver raised. One with
     ``measure(work)`` runs it and returns the bytes that it took for a while: KV is then sized so
-    that a step fits beside it.
+    that a step fits beside it. One with ``record(fn)`` has graphs of all that a function launches:
+    it calls ``fn`` without running what that launches, and returns what runs it, again and again,
+    and returns what ``fn`` returned, overwritten each time; everything was launched once before.
+    Whole steps are run so.
     """
 
     torch_device: torch.device

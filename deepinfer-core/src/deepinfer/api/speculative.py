@@ -39,6 +39,12 @@ Order of calls in a process: ``needs``, load the target, ``__init__``, size and 
 everything on the device: nothing may wait for the host or copy to it. ``R`` are the step's rows
 that emit. What a drafter does may change speed and nothing else, whatever it proposes.
 
+A drafter with ``recorded(tokens, propose)``, a context manager, lets whole steps be recorded as
+graphs: ``allot``, ``commit`` and ``propose`` then launch the same for every step of as many rows,
+and read nothing of the host but what :class:`SlotView` says. It is entered around each such step
+with the step's token rows (0: it is recorded and does not run) and whether drafts are made. Some
+rows may be of slot ``max_num_seqs``, behind those of requests: a text that has ended.
+
 KV. Pages hold text: position p of a request lies in page ``slots.pages[slot, p // page_size]`` at
 ``p % page_size``, and pages behind the text may belong to somebody else. So only ``commit`` writes
 into pages, at ``taps.batch.kv_slots`` where ``kept`` and the slot is not −1; K and V of draft rows
@@ -98,6 +104,7 @@ class DrafterContext:
     ``options``: further options; core has refused those that the spec does not list. ``config``:
     the target's, as its adapter reads it (``max_model_len`` may still shrink); ``raw``: its
     config.json; ``checkpoint``: a :class:`deepinfer.models.checkpoint.Checkpoint` of the target.
+    ``max_num_seqs``: slots of requests are below it.
     """
 
     method: str
@@ -132,17 +139,13 @@ class DraftNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTarget:
-    """The loaded target: its model (share ``embed`` and ``head``), ops, sampler and device.
-
-    ``capture``: ``api.backend.Device.capture`` of a device that has graphs, else None.
-    """
+    """The loaded target: its model (share ``embed`` and ``head``), ops, sampler and device."""
 
     model: Model
     ops: Any
     sampler: Sampler
     device: torch.device
     dtype: torch.dtype
-    capture: Callable[[Callable[[], Any], int], Callable[[], Any]] | None = None
 
 
 class SlotView(Protocol):
@@ -300,7 +303,8 @@ class DraftFacts:
     """What stands before a step.
 
     ``step``: its number, one more than the last. ``decoding``: requests that will run a decode row,
-    each one token without drafts. ``prefill_tokens`` that will likely run beside them, of which
+    each one token without drafts; they are looked for when somebody looks. ``running``: about as
+    many, known at once. ``prefill_tokens`` that will likely run beside them, of which
     ``emitting`` prompts end in this step (a guess where admissions are still open). ``room``: most
     draft rows that the token budget leaves.
     """
@@ -311,6 +315,7 @@ class DraftFacts:
     prefill_tokens: int
     emitting: int
     room: int
+    running: int
 
 
 class DraftChoice(NamedTuple):
@@ -325,8 +330,9 @@ class DraftChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftsLanded:
-    """A step's answer with who it is of. ``generations``: of each plan row; ``decodes``: the first
-    so many rows are decodes. ``now``: seconds of the engine's clock.
+    """A step's answer with who it is of. ``generations``: of each plan row, none where the answer
+    has no drafts; ``decodes``: the first so many rows are decodes. ``now``: seconds of the engine's
+    clock.
     """
 
     out: StepOutput

@@ -9,8 +9,8 @@ enters when its whole text fits), and then the policy names who gives way.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, overload
 
 from deepinfer.api.policy import Budget, StepFacts
 from deepinfer.api.speculative import DraftChoice, DraftFacts, DraftsLanded
@@ -60,6 +60,7 @@ class Scheduler:
         self.cached_tokens = 0
         self._rows = RowMemory()
         self._generations = itertools.count(1)
+        self._drafted = False
         self._sorted = True  # the policy is asked again only when the queue has changed
 
     # Requests come and go.
@@ -129,11 +130,13 @@ class Scheduler:
 
     def _drafts(self, facts: StepFacts, budget: Budget) -> DraftChoice:
         """Draft rows of the whole step; they come out of the token budget, anchors first."""
-        decoding = [r for r in self.running if r.decodes and r.most_drafts >= 0]
-        room = max(0, min(budget.tokens - len(decoding), budget.draft_rows))
+        decoding = _Decoding(self.running)
+        room = max(0, min(budget.tokens - facts.decoding, budget.draft_rows))
         if self.planner is None:
             return DraftChoice(self._most(decoding, room))
-        tokens, emitting = self._prompts_beside(budget, len(decoding))
+        tokens = emitting = 0
+        if facts.waiting or facts.decoding < facts.running:
+            tokens, emitting = self._prompts_beside(budget, facts.decoding)
         choice = self.planner.choose(
             DraftFacts(
                 step=self._rows.steps + 1,
@@ -142,13 +145,14 @@ class Scheduler:
                 prefill_tokens=tokens,
                 emitting=emitting,
                 room=room,
+                running=facts.decoding,
             )
         )
         if choice.rows <= 0:
             return choice._replace(rows=0)
         return choice._replace(rows=min(self._most(decoding, room), choice.rows))
 
-    def _most(self, decoding: list[RequestState], room: int) -> int:
+    def _most(self, decoding: Sequence[RequestState], room: int) -> int:
         """Draft rows that texts and the budget have room for."""
         return min(room, sum([min(self.draft_len, r.most_drafts) for r in decoding]))
 
@@ -215,7 +219,10 @@ class Scheduler:
 
         Only pages whose tokens are emitted and whose KV this step has written are published.
         """
-        landed = LandedDrafts(out) if self.draft_len else None
+        # While nobody drafts, drafts cost no more than this line.
+        news = self.draft_len and (out.drafts is not None or self._drafted)
+        self._drafted = out.drafts is not None
+        landed = LandedDrafts(out) if news else None
         decodes = 0
         cache, page_size = self.cache, self.cache.page_size
         for i, r in enumerate(planned):
@@ -226,6 +233,8 @@ class Scheduler:
             if r.status is not Status.FINISHED:
                 if landed is not None:
                     landed.take(r, i, written < 0)
+                else:
+                    r.landed = len(r.tokens)
                 if written < 0:
                     written = len(r.tokens) - 1  # the last token has no KV yet
                 if written >= (len(r.chain.nodes) + 1) * page_size:
@@ -236,7 +245,7 @@ class Scheduler:
             self.planner.observe(
                 DraftsLanded(
                     out=out,
-                    generations=[r.generation for r in planned],
+                    generations=[r.generation for r in planned] if self._drafted else (),
                     decodes=decodes,
                     now=self.clock(),
                 )
@@ -311,3 +320,29 @@ class Scheduler:
             metrics.cached_tokens = start
         build.enter(r)
         self._chunk(build, r)
+
+
+class _Decoding(Sequence[RequestState]):
+    """Running requests that will run a decode row, looked for when somebody looks."""
+
+    def __init__(self, running: Sequence[RequestState]) -> None:
+        self._running = running
+        self._found: list[RequestState] | None = None
+
+    def _list(self) -> list[RequestState]:
+        if self._found is None:
+            self._found = [r for r in self._running if r.decodes and r.most_drafts >= 0]
+        return self._found
+
+    def __len__(self) -> int:
+        return len(self._list())
+
+    @overload
+    def __getitem__(self, at: int) -> RequestState: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RequestState]: ...
+    def __getitem__(self, at: int | slice) -> RequestState | list[RequestState]:
+        return self._list()[at]
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._list())

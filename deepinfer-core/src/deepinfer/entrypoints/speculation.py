@@ -15,6 +15,7 @@ from deepinfer import settings
 from deepinfer.api.specs import SpeculatorSpec
 from deepinfer.api.speculative import PlannerContext, StepShape
 from deepinfer.errors import ConfigError, UnsupportedError
+from deepinfer.resolution import Named
 
 if TYPE_CHECKING:
     from deepinfer.api.executor import Executor, ModelFacts
@@ -137,7 +138,7 @@ def open_planner(
     chosen = resolution.get(SpeculatorSpec.kind)
     parts = (facts.fingerprint, facts.backend, facts.dtype, facts.page_size, config.quantization)
     threads, device = config.num_threads, executor.call("device")[0]
-    planner: DraftPlanner = chosen.load_part("planner")(
+    planner = chosen.load_part("planner")(
         PlannerContext(
             method=chosen.name,
             mode=cast(Literal["static", "cap", "adaptive"], asked.mode),
@@ -151,4 +152,5 @@ def open_planner(
             measure=measure,
         )
     )
-    return planner
+    named: Any = Named(chosen, planner, "choose", "observe")
+    return cast("DraftPlanner", named)

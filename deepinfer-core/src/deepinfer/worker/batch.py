@@ -23,7 +23,7 @@ from torch import Tensor
 from deepinfer.api.model import DeviceBatch, StepRequests
 from deepinfer.api.plan import DECODE
 from deepinfer.api.sampler import SampleRows
-from deepinfer.sampling.pipeline import Lines, gather_stages
+from deepinfer.sampling.pipeline import Lines, Stages, gather_stages
 from deepinfer.sampling.transfer import to_device
 from deepinfer.sampling.verify import line_grid
 from deepinfer.worker.late import late_batch, rows_below
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from deepinfer.api.plan import BatchPlan
     from deepinfer.api.speculative import Drafter
     from deepinfer.ops.table import OpSet
-    from deepinfer.sampling.pipeline import Stages
     from deepinfer.worker.slots import SlotTable
 
 _LAYOUTS = 32  # of the same rows with different drafts, kept at a time
@@ -150,9 +149,30 @@ class BatchBuilder:
 
     def build(self, plan: BatchPlan) -> StepBatch:
         """The batch of a plan that ``slots.apply`` has seen. No host synchronisation."""
-        slots, rows = self._slots, self._plan_rows(plan)
-        length = slots.length[rows.slot]
+        rows = self.rows(plan)
+        length = self._slots.length[rows.slot]
         layout = self._token_layout(plan, rows, length)
+        return self._batch(rows, layout, length, self.longest(rows))
+
+    def standing(self, rows: PlanRows, draft_rows: int, longest: int) -> StepBatch:
+        """The batch of :func:`decoding_rows`, from the device's tables alone; ``longest``: no text
+        is longer.
+        """
+        length = self._slots.length[rows.slot]
+        lengths = torch.zeros_like(rows.emit_row)
+        if draft_rows:
+            lengths = self._allot(rows, length, draft_rows)
+        layout = self._make_layout(rows, lengths, draft_rows)
+        return self._batch(rows, layout, length, longest)
+
+    def longest(self, rows: PlanRows) -> int:
+        """No text of these rows is longer after the steps so far; at least 1."""
+        return int(self._slots.bound[rows.array[:, 0]].max(initial=1))
+
+    def _batch(
+        self, rows: PlanRows, layout: TokenLayout, length: Tensor, longest: int
+    ) -> StepBatch:
+        slots = self._slots
         alive = length < rows.limit
         if layout.each:  # the step that runs most: few and small launches are its whole cost here
             start = position = length - 1
@@ -163,20 +183,20 @@ class BatchBuilder:
             position = start[layout.row] + layout.offset
             emit_length, emit_alive = length[rows.emit_row], alive[rows.emit_row]
             drawn = position[layout.logit_rows] + 1  # the next one is drawn
-        batch = self._device_batch(rows, layout, start, alive, position)
+        batch = self._device_batch(rows, layout, start, alive, position, longest)
         width = layout.grid.shape[1]
         return StepBatch(
             rows=rows,
             layout=layout,
             batch=batch,
-            lines=self._lines(rows, layout, drawn),
+            lines=self._lines(rows, layout, drawn, longest),
             length=emit_length,
             alive=emit_alive,
             drafts=slots.drafts(rows.emit_slot, emit_length, width - 1),
         )
 
-    def _plan_rows(self, plan: BatchPlan) -> PlanRows:
-        """The last step's, if the same rows decode again and nobody has entered a slot."""
+    def rows(self, plan: BatchPlan) -> PlanRows:
+        """The plan's: the last step's, if the same rows decode again and nobody has entered."""
         key = (self._slots.version, plan.rows.array.tobytes())
         if self._rows is None or self._rows.key != key:
             cuts = self._spec.truncation is not None and self._spec.truncation.compact
@@ -186,7 +206,7 @@ class BatchBuilder:
 
     def _token_layout(self, plan: BatchPlan, rows: PlanRows, length: Tensor) -> TokenLayout:
         if plan.draft_rows:
-            lengths = self._allot(plan, rows, length)
+            lengths = self._allot(rows, length, plan.draft_rows)
             if not self.looks:
                 return self._make_layout(rows, lengths, plan.draft_rows)
             # No row runs without a draft, and the same few layouts come again and again.
@@ -200,13 +220,13 @@ class BatchBuilder:
             self._layout = self._make_layout(rows, torch.zeros_like(rows.emit_row), 0)
         return self._layout
 
-    def _allot(self, plan: BatchPlan, rows: PlanRows, length: Tensor) -> Tensor:
-        """int64[R]: how many drafts each emitting row runs, at most K in all."""
+    def _allot(self, rows: PlanRows, length: Tensor, k: int) -> Tensor:
+        """int64[R]: how many drafts each emitting row runs, at most ``k`` in all."""
         slots, at = self._slots, rows.emit_row
         left = slots.limit[rows.emit_slot] - length[at] - 1  # one token comes without a draft
         most = torch.minimum(slots.drafted[rows.emit_slot], rows.count[at] - 1)
         eligible = torch.where(rows.decode[at], torch.minimum(most, left).clamp(min=0), 0)
-        return self._drafter.allot(rows.emit_slot, eligible, plan.draft_rows)
+        return self._drafter.allot(rows.emit_slot, eligible, k)
 
     def _make_layout(self, rows: PlanRows, lengths: Tensor, draft_rows: int) -> TokenLayout:
         decodes = rows.array[:, 1] == DECODE
@@ -236,7 +256,13 @@ class BatchBuilder:
         )
 
     def _device_batch(
-        self, rows: PlanRows, layout: TokenLayout, start: Tensor, alive: Tensor, position: Tensor
+        self,
+        rows: PlanRows,
+        layout: TokenLayout,
+        start: Tensor,
+        alive: Tensor,
+        position: Tensor,
+        longest: int,
     ) -> DeviceBatch:
         slots = self._slots
         size = slots.shape.page_size
@@ -245,7 +271,6 @@ class BatchBuilder:
         writes = alive if layout.each else alive[layout.row] & (layout.row >= 0)
         if rows.replay is not None:
             writes = writes & (layout.offset >= rows.replay[layout.row])
-        longest = int(slots.bound[rows.array[:, 0]].max(initial=1))
         table = slots.pages[rows.slot, : -(-longest // size)]
         kv_length = torch.where(alive, start + layout.count, 0)
         plan_attention = self._ops.plan_attention
@@ -309,14 +334,14 @@ class BatchBuilder:
         ids = slots.tokens.view(-1)[at * slots.width + position].long()
         return ids, slots.before(at, position, lookback)
 
-    def _lines(self, rows: PlanRows, layout: TokenLayout, position: Tensor) -> Lines:
+    def _lines(self, rows: PlanRows, layout: TokenLayout, position: Tensor, longest: int) -> Lines:
         return Lines(
             sample=replace(layout.params, position=position),
             grid=layout.grid,
             owner=layout.owner,
             stages=rows.stages,
             text=self._slots.tokens,
-            longest=int(self._slots.bound[rows.array[:, 0]].max(initial=1)),
+            longest=longest,
         )
 
 
@@ -357,6 +382,39 @@ def _plan_rows(
         prompts=tuple(_prompts(array, slots)),
         below=to_device(torch.from_numpy(below), slots.device) if below.any() else None,
         dropped=int(below.sum()),
+    )
+
+
+def decoding_rows(slot: Tensor, count: Tensor, slots: SlotTable, *, filtered: bool) -> PlanRows:
+    """Rows that all decode and ask for nothing but their parameters in the slot table.
+
+    slot int64[n]; count int64[n]: 1 + the drafts that each may run.
+    """
+    every = np.arange(len(slot))
+    array = np.zeros((len(slot), 5), np.int32)
+    array[:, 1], array[:, 3] = DECODE, 1
+    return PlanRows(
+        key=(slots.version, b""),
+        array=array,
+        slot=slot,
+        start=torch.full_like(slot, DECODE),
+        count=count,
+        decode=torch.ones_like(slot, dtype=torch.bool),
+        limit=slots.limit[slot],
+        plain=True,
+        replay=None,
+        emit=every,
+        emit_row=torch.arange(len(slot), device=slot.device),
+        emit_slot=slot,
+        stages=Stages(),
+        filtered=filtered,
+        greedy=False,
+        scored=every[:0],
+        scored_row=slot[:0],
+        wanted=every[:0],
+        prompts=(),
+        below=None,
+        dropped=0,
     )
 
 

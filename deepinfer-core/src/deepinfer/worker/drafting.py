@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepinfer.api.speculative import DrafterContext, DraftNeeds, Drafts, VerifierContext
 from deepinfer.errors import ModelLoadError, PluginError, UnsupportedError
+from deepinfer.resolution import Named
 from deepinfer.sampling.verify import EqualityVerifier
 
 if TYPE_CHECKING:
@@ -130,11 +131,13 @@ def open_drafter(
         return NullDrafter(), equality
     with _said_of(context):
         drafter: Drafter = resolution.load("speculator", "drafter")(context, target)
+    chosen = resolution.get("speculator")
+    named: Any = Named(chosen, drafter, "allot", "commit", "propose")
     if context.acceptance == "exact":
-        return drafter, equality
+        return named, equality
     rule = VerifierContext(ops=target.ops, sampler=target.sampler, drafter=drafter)
-    verifier: Verifier = resolution.load("speculator", "verifier")(rule)
-    return drafter, verifier
+    judge: Any = Named(chosen, chosen.load_part("verifier")(rule), "verify")
+    return named, judge
 
 
 @contextmanager

@@ -98,7 +98,6 @@ def load(
         sampler=sampler,
         device=device.torch_device,
         dtype=dtype,
-        capture=device.capture if backend.facts().graphs else None,
     )
     drafter, verifier = open_drafter(resolution, drafting, target)
     return Loaded(

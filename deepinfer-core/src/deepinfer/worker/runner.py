@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from deepinfer.worker.batch import BatchBuilder, StepBatch
 from deepinfer.worker.drafting import HiddenTaps
 from deepinfer.worker.images import SlotImages
 from deepinfer.worker.output import PromptScores, Scores, StepFuture, StepResult
+from deepinfer.worker.recorded import Outcome, RecordedSteps
 from deepinfer.worker.shortage import Shortage
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ class _OpenStep:
     spoilt: bool = False
 
 
+class _RanStep(NamedTuple):
+    """A step that ran whole in its first half."""
+
+    rows: PlanRows
+    outcome: Outcome
+    seconds: float
+
+
 class ModelRunner:
     """Runs plans in order. One thread at a time may call it, inside ``inference_mode``.
 
@@ -111,7 +120,10 @@ class ModelRunner:
         self._images = None if see is None else SlotImages(see, rig.slots.device)
         self._open: dict[int, _OpenStep] = {}
         self._recorder: Recorder | None = None
-        self._shortage = Shortage(rig.device, rig.spec)
+        self._recorded = RecordedSteps(rig, self._batches, self._whole)
+        self._shortage = Shortage(rig.device, rig.spec, self._recorded.release)
+        self._ran: dict[int, _RanStep] = {}
+        self._moved = False
         self.seconds = {"forward": 0.0, "sample": 0.0, "steps": 0.0}
 
     @property
@@ -130,6 +142,8 @@ class ModelRunner:
     def close(self) -> None:
         """Forget steps between their halves. No step may follow."""
         self._open.clear()
+        self._ran.clear()
+        self._recorded.release()
 
     def forward(self, plan: BatchPlan) -> None:
         """First half: run the plan's rows. It needs no token from the host."""
@@ -142,6 +156,12 @@ class ModelRunner:
         rig.kv.copy_blocks(plan.saves)
         rig.kv.copy_blocks(plan.restores)
         rig.slots.apply(plan)
+        done = self._at_once(plan)
+        if done is not None:
+            took = time.perf_counter() - began
+            self.seconds["forward"] += took
+            self._ran[plan.step] = _RanStep(*done, took)
+            return
         step = self._with_images(plan, self._batches.build(plan))
         if self._recorder is not None:
             self._recorder.begin_step(plan, step)
@@ -157,12 +177,17 @@ class ModelRunner:
         )
 
     def sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
-        """Second half: masks, draw, acceptance, commit, drafts of the next step."""
+        """Second half: masks, draw, acceptance, commit, drafts of the next step.
+
+        Of a step that ran as one graph it is done already.
+        """
         with self._shortage.told():
             return self._sample(step, inputs)
 
     def _sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
         began = time.perf_counter()
+        if step in self._ran:
+            return self._answer(step, self._ran.pop(step), began)
         work, rig = self._open.pop(step), self._rig
         batch = work.step
         raw, tokens, counts, faults = self._shortage.again(lambda: self._drawn(work, inputs))
@@ -174,23 +199,69 @@ class ModelRunner:
         took = time.perf_counter() - began
         self.seconds["sample"] += took
         self.seconds["steps"] += 1
+        outcome = Outcome(tokens, counts, faults, drafts, work.verified)
+        return self._future(step, batch.rows, outcome, scores, work.prompt, work.seconds + took)
+
+    def _at_once(self, plan: BatchPlan) -> tuple[PlanRows, Outcome] | None:
+        """The whole step, draw and all, if it is one of those that run as a graph."""
+        if self._recorder is not None:
+            return None
+        self._moved = False
+        try:
+            return self._recorded.run(plan)
+        except torch.OutOfMemoryError as why:
+            if self._moved:
+                raise
+            self._shortage.note(why)
+        self._shortage.release()  # outside, as there; then launch by launch
+        return None
+
+    def _whole(
+        self, rows: PlanRows, step: StepBatch, taps: HiddenTaps | None, propose: bool
+    ) -> Outcome:
+        """Both halves of a step without masks, scores and images."""
+        rig = self._rig
+        hidden = rig.model.forward(step.batch, rig.kv, taps)
+        lines = hidden if step.layout.each else hidden[step.batch.logit_rows]
+        work = _OpenStep(step, lines, rig.model.logits(lines), (), taps, 0.0, -1, propose)
+        tokens, counts, faults = self._draw(work, None)
+        self._moved = True
+        rig.slots.commit(rows.emit_slot, step.length, tokens, counts)
+        drafts = self._draft(work, counts) if rig.drafter.draft_len else None
+        return Outcome(tokens, counts, faults, drafts, work.verified)
+
+    def _answer(self, step: int, ran: _RanStep, began: float) -> OutputFuture:
+        took = time.perf_counter() - began
+        self.seconds["sample"] += took
+        self.seconds["steps"] += 1
+        return self._future(step, ran.rows, ran.outcome, None, (), ran.seconds + took)
+
+    def _future(
+        self,
+        step: int,
+        rows: PlanRows,
+        outcome: Outcome,
+        scores: Scores | None,
+        prompt: tuple[PromptScores, ...],
+        seconds: float,
+    ) -> OutputFuture:
         result = StepResult(
             step=step,
-            rows=len(batch.rows.array),
-            draft_len=rig.slots.shape.draft_len,
-            emit=batch.rows.emit,
-            tokens=tokens,
-            counts=counts,
-            faults=faults,
-            drafts=drafts,
-            verified=work.verified,
-            scored=batch.rows.scored,
-            wanted=batch.rows.wanted,
+            rows=len(rows.array),
+            draft_len=self._rig.slots.shape.draft_len,
+            emit=rows.emit,
+            tokens=outcome.tokens,
+            counts=outcome.counts,
+            faults=outcome.faults,
+            drafts=outcome.drafts,
+            verified=outcome.verified,
+            scored=rows.scored,
+            wanted=rows.wanted,
             scores=scores,
-            prompt=work.prompt,
-            seconds=work.seconds + took,
+            prompt=prompt,
+            seconds=seconds,
         )
-        return StepFuture(rig.device, result)
+        return StepFuture(self._rig.device, result)
 
     def _with_images(self, plan: BatchPlan, step: StepBatch) -> StepBatch:
         if self._images is None:

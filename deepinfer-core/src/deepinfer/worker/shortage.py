@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.api.plan import DECODE, BatchPlan, RowBlock
+from deepinfer.errors import PluginError
 
 if TYPE_CHECKING:
     from deepinfer.api.backend import Device
@@ -34,13 +35,14 @@ class Shortage:
         device: has ``release()``, which gives back what can be made again, and ``explain(error)``,
             a clearer error for one of its own, if it knows what these are.
         spec: the model's KV. Where layers keep state, a step that was begun cannot be run again.
+        release: gives back what else can be made again.
 
     Attributes:
         times: steps that memory ran out in, so far.
     """
 
-    def __init__(self, device: Device, spec: KVSpec) -> None:
-        self._release: Callable[[], None] = getattr(device, "release", lambda: None)
+    def __init__(self, device: Device, spec: KVSpec, release: Callable[[], None]) -> None:
+        self._releases = release, getattr(device, "release", lambda: None)
         self._explain: Callable[[Exception], Exception] = getattr(device, "explain", lambda e: e)
         self._stateless = all(group.entry is None for group in spec.groups)
         self.times = 0
@@ -52,20 +54,28 @@ class Shortage:
             yield
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as why:
-            clearer = self._explain(why)
-            if clearer is why:
+        except (RuntimeError, PluginError) as why:
+            cause = why.__cause__ if isinstance(why, PluginError) else why
+            if not isinstance(cause, RuntimeError):
                 raise
-            raise clearer from why
+            clearer = self._explain(cause)
+            if clearer is cause:
+                raise
+            raise clearer from cause
 
     def again(self, work: Callable[[], _T]) -> _T:
         """``work``, which changes nothing, or what it may change again; once more if need be."""
         try:
             return work()
         except torch.OutOfMemoryError as why:
-            self._note(why)
-        self._release()  # outside: the error held the frames, and they what is to be freed
+            self.note(why)
+        self.release()  # outside: the error held the frames, and they what is to be freed
         return work()
+
+    def release(self) -> None:
+        """Give back what can be made again."""
+        for release in self._releases:
+            release()
 
     def hidden(
         self,
@@ -90,7 +100,8 @@ class Shortage:
         assert part is not None
         return torch.cat([part(half) for half in pair])
 
-    def _note(self, why: Exception) -> None:
+    def note(self, why: Exception) -> None:
+        """Count and say that memory ran out."""
         self.times += 1
         said = (str(why).splitlines() or [""])[0]
         log.warning("Memory ran out within a step; graphs are given back. %s", said)

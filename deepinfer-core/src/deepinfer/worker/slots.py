@@ -11,7 +11,8 @@ tokens; what of them was not accepted is overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,31 +48,34 @@ class SlotTable:
     """Device tensors indexed by slot; only the runner's thread touches them.
 
     Attributes:
-        tokens: int32[slots, max_len + γ + 1]: text, then drafts.
-        pages: int32[slots, max_pages].
-        length, limit, seed, top_k, drafted, floor: int64[slots]; ``drafted`` is how many drafts
+        tokens: int32[slots + 1, max_len + γ + 1]: text, then drafts.
+        pages: int32[slots + 1, max_pages].
+        length, limit, seed, top_k, drafted, floor: int64[slots + 1]; ``drafted`` is how many drafts
             lie behind the text, ``floor`` where late layers begin.
-        temperature, top_p, min_p: float32[slots].
+        temperature, top_p, min_p: float32[slots + 1].
         params: the parameters of each slot's request, on the host.
         bound: int64[slots] on the host: no length is above it after the steps so far.
         floors: int64[slots], ``floor`` on the host.
         version: counts admissions; what was derived from slots holds while it stands still.
         greedy, filtered: of those whom the drafter is asked for, see ``api.speculative.SlotView``.
+        nobody: a slot behind those of requests: a text that has reached its limit.
     """
 
     def __init__(self, shape: SlotShape, device: torch.device) -> None:
         self.shape = shape
         self.device = device
         self.width = shape.max_len + shape.draft_len + 1
+        self.nobody = shape.slots
         max_pages = -(-self.width // shape.page_size)
-        tokens = lazy_zeros(shape.slots * self.width, torch.int32, device)
-        self.tokens = tokens.view(shape.slots, self.width)  # most texts end long before max_len
-        self.pages = torch.zeros((shape.slots, max_pages), dtype=torch.int32, device=device)
+        tokens = lazy_zeros((shape.slots + 1) * self.width, torch.int32, device)
+        self.tokens = tokens.view(-1, self.width)  # most texts end long before max_len
+        self.pages = torch.zeros((shape.slots + 1, max_pages), dtype=torch.int32, device=device)
         # One matrix for each type, so that entering a slot is two writes.
-        self._ints = torch.zeros((6, shape.slots), dtype=torch.int64, device=device)
+        self._ints = torch.zeros((6, shape.slots + 1), dtype=torch.int64, device=device)
+        self._ints[:2, self.nobody] = 1
         columns = self._ints.unbind(0)
         self.length, self.limit, self.seed, self.top_k, self.drafted, self.floor = columns
-        self._floats = torch.ones((3, shape.slots), dtype=torch.float32, device=device)
+        self._floats = torch.ones((3, shape.slots + 1), dtype=torch.float32, device=device)
         self.temperature, self.top_p, self.min_p = self._floats.unbind(0)
         self.params: list[RowParams | None] = [None] * shape.slots
         self.bound = np.zeros(shape.slots, np.int64)
@@ -79,6 +83,7 @@ class SlotTable:
         self._limit = np.zeros(shape.slots, np.int64)
         self.version = 0
         self.greedy, self.filtered = False, True
+        self._longest: int | None = None
 
     def apply(self, plan: BatchPlan) -> None:
         """Admissions, page writes, and the host's bounds after this plan's rows."""
@@ -94,7 +99,18 @@ class SlotTable:
     @property
     def longest(self) -> int:
         """No text is longer after the steps so far; at least 1."""
+        if self._longest is not None:
+            return self._longest
         return max(1, int(self.bound.max(initial=1)))
+
+    @contextmanager
+    def no_longer_than(self, longest: int) -> Iterator[None]:
+        """Inside, ``longest`` says so: what is recorded there serves all such texts."""
+        self._longest = longest
+        try:
+            yield
+        finally:
+            self._longest = None
 
     def params_of(self, slots: Sequence[int]) -> list[RowParams]:
         """The parameters of running requests."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from deepinfer.api.sampler import SampleRows
@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from deepinfer_speculative.allocation import SlotSurvival
 from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
-from deepinfer_speculative.dspark.recorded import Recorded
 from deepinfer_speculative.options import take
 from deepinfer_speculative.ratio import round_seed
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 MEMORY: Final = 32
 """Steps that "of late" means."""
-GRAPH_BYTES: Final = 64 << 20
-"""Logits of the largest draft that is recorded as a graph: beyond, launches hide behind work."""
 
 
 class StateDrafter(ABC):
@@ -61,7 +58,7 @@ class StateDrafter(ABC):
         )
         self._greedy = sampling == "greedy"
         self._sampler = target.sampler
-        self._survival = SlotSurvival(context.max_num_seqs, self.draft_len, target.device)
+        self._survival = SlotSurvival(context.max_num_seqs + 1, self.draft_len, target.device)
         self._temperatures = temperatures
         self._proposals: Tensor | None = None
         if (
@@ -137,12 +134,7 @@ class BlockDrafter(StateDrafter):
     Args:
         block: the trained block, which always runs whole; drafts are its first rows.
         model: the heads.
-
-    Attributes:
-        RECORDED: whether ``hidden`` may run as a graph.
     """
-
-    RECORDED: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -156,10 +148,6 @@ class BlockDrafter(StateDrafter):
         self._model = model
         self._lengths: deque[int] = deque((self.draft_len,), maxlen=MEMORY)
         self._candidates = take(context.options, "draft_candidates", int, 0, least=0)
-        self._recorded: Recorded | None = None
-        if self.RECORDED and target.capture is not None:
-            row = 4 * self.draft_len * context.config.vocab_size
-            self._recorded = Recorded(target.capture, GRAPH_BYTES // row)
         if self._candidates and not model.config.rank:
             raise ConfigError(
                 "speculative: draft_candidates chooses what a Markov head corrects, and this draft "
@@ -204,14 +192,7 @@ class BlockDrafter(StateDrafter):
         assert self._slots is not None and self._kv is not None, "bind comes first"
         view, gamma = self._slots, max(self._lengths)
         self.settle(self._kv)
-        if self._recorded is None:
-            ids, confidence = self._made(anchors, slots, view, gamma)
-        else:
-            fixed = _Upto(view, 1 << (view.longest - 1).bit_length())
-            key = fixed.longest, gamma, view.greedy, view.filtered
-            ids, confidence = self._recorded(
-                key, anchors, slots, lambda a, s: self._made(a, s, cast("SlotView", fixed), gamma)
-            )
+        ids, confidence = self._made(anchors, slots, view, gamma)
         if short := self.draft_len - gamma:
             ids = pad(ids, (0, short))
             made = (torch.arange(self.draft_len, device=ids.device) < gamma).float()
@@ -241,14 +222,3 @@ class BlockDrafter(StateDrafter):
         if z is None:
             return ids, None
         return ids, self._temperatures.confidence(z, view.temperature[slots])
-
-
-class _Upto:
-    """A view whose longest text is taken to be longer, as a graph for all such texts needs it."""
-
-    def __init__(self, view: SlotView, longest: int) -> None:
-        self._view = view
-        self.longest = longest
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._view, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
     from deepinfer.models.checkpoint import Checkpoint
 
 MANY: Final = 256
-"""Rows of context that may wait for a draft that asks for them: a call costs as much as many rows,
-and on a CPU so many are less than the last cache."""
+"""Rows of context that may wait for a draft that asks for them, on a CPU: a call costs as much as
+many rows, and so many are less than the last cache."""
+MORE: Final = 2048
+WAITING_BYTES: Final = 32 << 20
+"""Elsewhere, where these rows do not take more than this."""
 
 
 class DSparkDrafter(BlockDrafter):
@@ -41,8 +46,6 @@ class DSparkDrafter(BlockDrafter):
     draft's time; ``same`` does not; ``auto`` (usual) is ``int8`` on backend ``cpu``, the only one
     that has it.
     """
-
-    RECORDED = True
 
     def __init__(self, context: DrafterContext, target: DrafterTarget) -> None:
         checkpoint, config = _open(context)
@@ -63,7 +66,9 @@ class DSparkDrafter(BlockDrafter):
             torch.zeros(size, dtype=target.dtype, device=target.device),
         )
         self._blocks: dict[int, tuple[Any, Tensor]] = {}
-        self._waiting = _Waiting(len(self.taps) * config.shape.hidden_size, target.device)
+        width = len(self.taps) * config.shape.hidden_size
+        self._waiting = _Waiting(width, target.dtype.itemsize, target.device)
+        self._recorded: bool | None = None
 
     @classmethod
     def needs(cls, context: DrafterContext) -> DraftNeeds:
@@ -87,6 +92,21 @@ class DSparkDrafter(BlockDrafter):
             weight_bytes=weight_bytes(rules, context.dtype, True),
         )
 
+    @contextmanager
+    def recorded(self, tokens: int, propose: bool) -> Iterator[None]:
+        """Of a step that drafts, context is written at once; of others, it waits."""
+        assert self._kv is not None, "bind comes first"
+        waits = not propose and tokens <= self._waiting.most
+        if tokens and not (waits and self._waiting.fits(tokens)):
+            self.settle(self._kv)
+        self._recorded = waits
+        try:
+            yield
+        finally:
+            self._recorded = None
+        if waits:
+            self._waiting.counted(tokens)
+
     def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
         """Keys and values of the draft's layers, from the target's hidden rows.
 
@@ -94,6 +114,12 @@ class DSparkDrafter(BlockDrafter):
         once for all of these. On a CPU, rows that are no text cost nothing.
         """
         hidden, positions = [taps.hidden[layer] for layer in self.taps], taps.batch.positions
+        if self._recorded is not None:
+            if self._recorded:
+                self._waiting.append(hidden, positions, slots)
+            else:
+                self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
+            return
         if slots.device.type == "cpu":
             text = (slots >= 0).nonzero().flatten()
             if len(text) < len(slots):
@@ -157,34 +183,55 @@ class DSparkDrafter(BlockDrafter):
 
 
 class _Waiting:
-    """At most ``MANY`` rows of context that nobody has needed yet: tapped layers side by side
+    """At most ``most`` rows of context that nobody has needed yet: tapped layers side by side
     [n, width], positions and slots int64[n].
     """
 
-    def __init__(self, width: int, device: torch.device) -> None:
+    def __init__(self, width: int, itemsize: int, device: torch.device) -> None:
+        self.most = MANY
+        if device.type != "cpu":
+            self.most = max(MANY, min(MORE, WAITING_BYTES // (width * itemsize)))
         self._width = width
         self._rows: Tensor | None = None
-        self._places = torch.empty((2, MANY), dtype=torch.int64, device=device)
+        self._places = torch.full((2, self.most), -1, dtype=torch.int64, device=device)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)  # ``count`` as graphs read it
         self.count = self._steps = 0
 
     def fits(self, count: int) -> bool:
-        return self.count + count <= MANY
+        return self.count + count <= self.most
 
     def add(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
         """A step's rows [n, H] of each layer, as many as fit."""
-        if self._rows is None:
-            shape = (MANY, self._width)
-            self._rows = hidden[0].new_empty(shape)
+        all_rows = self._all(hidden)
         began, self.count = self.count, self.count + len(slots)
-        torch.cat(hidden, -1, out=self._rows[began : self.count])
+        torch.cat(hidden, -1, out=all_rows[began : self.count])
         torch.stack((positions, slots), out=self._places[:, began : self.count])
+        self._at.fill_(self.count)
         self._steps += 1
+
+    def append(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
+        """The same as a graph does it; :meth:`counted` follows on the host."""
+        place = self._at + torch.arange(len(slots), device=slots.device)
+        self._all(hidden).index_copy_(0, place, torch.cat(hidden, -1))
+        self._places.index_copy_(1, place, torch.stack((positions, slots)))
+        self._at += len(slots)
+
+    def counted(self, count: int) -> None:
+        """So many rows were appended."""
+        self.count += count
+        self._steps += 1
+
+    def _all(self, hidden: list[Tensor]) -> Tensor:
+        if self._rows is None:
+            self._rows = hidden[0].new_zeros((self.most, self._width))
+        return self._rows
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """All of them, slot −1 where a later step has a row for the same slot; they wait no longer,
         and are good until the next :meth:`add`.
         """
         assert self._rows is not None, "something was added"
+        self._at.zero_()
         rows, (positions, slots) = self._rows[: self.count], self._places[:, : self.count]
         if self._steps > 1:
             order = slots.sort(stable=True)

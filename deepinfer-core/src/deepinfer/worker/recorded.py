@@ -1,0 +1,204 @@
+"""Steps that only decode, as one graph each: where the device has graphs, launches are their time.
+
+Where you are: beside ``runner``, which asks :meth:`RecordedSteps.run` first and goes on launch by
+launch where that has no graph for a step: prompts, masks, penalties, logprobs, images, models that
+keep state or truncate.
+
+A graph holds everything from the slot table back to the slot table, drafts included. Its inputs are
+the slots of its rows; text, pages, lengths and parameters lie in the table. It has a tier of rows:
+those behind the step's own are the table's last slot, a text that has ended, which writes nowhere.
+The first step of a kind runs launch by launch, so that kernels are compiled; the second is
+recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from deepinfer.errors import PluginError
+from deepinfer.sampling.verify import EqualityVerifier
+from deepinfer.worker.batch import decoding_rows
+from deepinfer.worker.drafting import HiddenTaps
+
+if TYPE_CHECKING:
+    from deepinfer.api.plan import BatchPlan
+    from deepinfer.api.speculative import Drafts
+    from deepinfer.worker.batch import BatchBuilder, PlanRows, StepBatch
+    from deepinfer.worker.runner import Rig
+
+log = logging.getLogger(__name__)
+
+MOST_ROWS = 512
+"""Token rows of the largest graph: beyond, launches hide behind the work."""
+LOGITS_BYTES = 128 << 20
+"""Logits of the largest graph."""
+
+
+class Outcome(NamedTuple):
+    """What a step's second half leaves: tokens int64[R, w], of which counts int64[R] are text,
+    faults uint8[R]; drafts of the next step, and how many ran in this one, int64[R].
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    faults: Tensor
+    drafts: Drafts | None
+    verified: Tensor | None
+
+    def first(self, rows: int) -> Outcome:
+        """Of the first rows."""
+        drafts = self.drafts
+        if drafts is not None:
+            ids, *rest = (None if part is None else part[:rows] for part in drafts)
+            assert ids is not None
+            drafts = type(drafts)(ids, *rest)
+        verified = None if self.verified is None else self.verified[:rows]
+        return Outcome(self.tokens[:rows], self.counts[:rows], self.faults[:rows], drafts, verified)
+
+
+class _Kind(NamedTuple):
+    """What a graph depends on beside its inputs. ``longest``: no text is longer; ``filtered``: who
+    samples may have a top_k, top_p or min_p.
+    """
+
+    rows: int
+    draft_rows: int
+    longest: int
+    filtered: bool
+    propose: bool
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A graph's standing inputs: slot int64[rows], and the tokens that each row may run."""
+
+    slot: Tensor
+    count: Tensor
+    holds: tuple[int, bytes] | None = None
+    replay: Callable[[], Outcome] | None = None
+    ran: bool = False
+
+
+Body = Callable[["PlanRows", "StepBatch", HiddenTaps | None, bool], Outcome]
+"""Of a step on the device: run the model, draw, move the table on, draft."""
+
+
+class RecordedSteps:
+    """Graphs of one runner's steps.
+
+    Args:
+        rig: the runner's.
+        batches: builds their batches.
+        body: what a step does with its batch.
+    """
+
+    def __init__(self, rig: Rig, batches: BatchBuilder, body: Body) -> None:
+        self._rig, self._batches, self._body = rig, batches, body
+        self._record = getattr(rig.device, "record", None)
+        self._drafting = getattr(rig.drafter, "recorded", None)
+        if not rig.drafter.draft_len:
+            self._drafting = lambda tokens, propose: nullcontext()
+        spec = rig.spec
+        plain = all(group.entry is None for group in spec.groups)
+        plain = plain and spec.truncation is None and not spec.lookback and rig.seeing is None
+        if not plain or self._drafting is None or not isinstance(rig.verifier, EqualityVerifier):
+            self._record = None
+        self._stages: dict[_Kind, _Stage] = {}
+
+    def release(self) -> None:
+        """Give back all graphs, and record none from here on: memory is short."""
+        self._stages.clear()
+        self._record = None
+
+    def run(self, plan: BatchPlan) -> tuple[PlanRows, Outcome] | None:
+        """A plan that the slot table has seen; None: run it launch by launch."""
+        if self._record is None or plan.constrained or plan.keep >= 0:
+            return None
+        rows = self._batches.rows(plan)
+        if not rows.plain or rows.stages.any or len(rows.scored):
+            return None
+        kind = self._kind(plan, rows)
+        if kind is None:
+            return None
+        stage = self._stages.get(kind)
+        if stage is None:
+            slot, count = rows.slot.new_empty((2, kind.rows)).unbind(0)
+            stage = self._stages[kind] = _Stage(slot, count)
+        self._fill(stage, rows)
+        assert self._drafting is not None
+        if stage.replay is None and stage.ran and not self._recorded(kind, stage):
+            return None
+        with self._drafting(kind.rows + kind.draft_rows, kind.propose):
+            outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
+        stage.ran = True
+        return rows, outcome.first(len(rows.array))
+
+    def _kind(self, plan: BatchPlan, rows: PlanRows) -> _Kind | None:
+        """None: too large."""
+        shape = self._rig.slots.shape
+        count = min(tier(len(rows.array)), max(shape.slots, len(rows.array)))
+        drafts = draft_tier(count, plan.draft_rows, shape.draft_len)
+        lines = count + drafts
+        if lines > MOST_ROWS or lines * shape.vocab_size * 4 > LOGITS_BYTES:
+            return None
+        pages = -(-self._batches.longest(rows) // shape.page_size)
+        whole = self._rig.slots.pages.shape[1] * shape.page_size
+        longest = min(shape.page_size << (pages - 1).bit_length(), whole)
+        filtered = rows.filtered and not rows.greedy
+        return _Kind(count, drafts, longest, filtered, plan.propose)
+
+    def _fill(self, stage: _Stage, rows: PlanRows) -> None:
+        if stage.holds == rows.key:
+            return
+        mine = len(rows.array)
+        stage.slot[:mine], stage.count[:mine] = rows.slot, rows.count
+        stage.slot[mine:], stage.count[mine:] = self._rig.slots.nobody, 1
+        stage.holds = rows.key
+
+    def _recorded(self, kind: _Kind, stage: _Stage) -> bool:
+        """False where it cannot be; nothing has run then."""
+        assert self._record is not None and self._drafting is not None
+        try:
+            with self._drafting(0, kind.propose):
+                stage.replay = self._record(lambda: self._step(kind, stage))
+        except (RuntimeError, PluginError) as why:  # memory is short, or an op waits for the host
+            said = (str(why).splitlines() or [""])[0]
+            log.warning("Steps are launched kernel by kernel: no graph of them. %s", said)
+            self.release()
+            return False
+        return True
+
+    def _step(self, kind: _Kind, stage: _Stage) -> Outcome:
+        rig = self._rig
+        rows = decoding_rows(stage.slot, stage.count, rig.slots, filtered=kind.filtered)
+        with rig.slots.no_longer_than(kind.longest):
+            step = self._batches.standing(rows, kind.draft_rows, kind.longest)
+            taps = None
+            if rig.drafter.taps:
+                taps = HiddenTaps(rig.drafter.taps, step.batch, step.layout.slot)
+            return self._body(rows, step, taps, kind.propose)
+
+
+def tier(rows: int) -> int:
+    """The rows of a graph for so many: few graphs, and few rows too many."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = 8 if rows <= 64 else 16 if rows <= 128 else 32
+    return -(-rows // step) * step
+
+
+def draft_tier(rows: int, drafts: int, draft_len: int) -> int:
+    """The draft rows of a graph of ``rows`` rows for so many: how many a planner wants changes from
+    step to step.
+    """
+    if not drafts:
+        return 0
+    step = max(8, rows // 2)
+    wide = tier(rows + drafts) - rows if rows <= 8 else -(-drafts // step) * step
+    return min(wide, rows * draft_len)

@@ -1,0 +1,192 @@
+"""Steps that run whole, as a device with graphs runs them, say what steps in halves say."""
+
+import pytest
+import torch
+from deepinfer import LLM, SamplingParams
+from deepinfer.errors import EngineDeadError
+from deepinfer.testing.tiny import write_tiny_checkpoint
+from deepinfer.worker.recorded import RecordedSteps, draft_tier, tier
+from deepinfer.worker.runner import ModelRunner
+
+SIZES = {"max_model_len": 96, "page_size": 4, "num_threads": 1, "batch_invariant": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("model")))
+
+
+def asked(count, **more):
+    """Prompts and parameters of every kind of row, which end at different lengths."""
+    prompts = [{"prompt_token_ids": list(range(5 + i, 9 + 3 * i))} for i in range(count)]
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 1.2, "seed": 4, "top_k": 7, "min_p": 0.01},
+        {"temperature": 0.7, "seed": 5, "top_p": 0.8},
+    ]
+    params = [
+        SamplingParams(**kinds[i % 4], max_tokens=6 + 5 * (i % 5), ignore_eos=i % 2 == 0, **more)
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def said(model, prompts, params, **more):
+    with LLM(model, **{**SIZES, "max_num_seqs": 9, **more}) as llm:
+        outs = llm.generate(prompts, params)
+        return [(o.outputs[0].token_ids, o.outputs[0].finish_reason, o.error) for o in outs]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_texts_are_those_of_steps_in_halves(model, recording, backend):
+    """Rows come and go, so tiers are filled up, and prompts come between."""
+    want = said(model, *asked(23), backend=backend)
+    counts = recording()
+    assert said(model, *asked(23), backend=backend) == want
+    assert counts["replays"] > 15 > counts["recorded"] > 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_short_memory_makes_room_by_preemption(model, recording, dtype):
+    """Slots change hands and pages move."""
+    more = {"dtype": dtype, "kv_cache_memory": "60KiB" if dtype == "float32" else "30KiB"}
+    more |= {"max_model_len": 64}
+    want = said(model, *asked(12), **more)
+    counts = recording()
+    assert said(model, *asked(12), **more) == want and counts["replays"] > 10
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"logprobs": 2},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {7: 2.0}},
+        {"allowed_token_ids": [5, 6, 7, 8]},
+        {"bad_words": ["a"]},
+        {"min_tokens": 3, "stop_token_ids": [9]},
+        {"prompt_logprobs": 1},
+    ],
+    ids=lambda wish: next(iter(wish)),
+)
+def test_a_row_that_asks_for_more_takes_its_step_back_to_halves(model, recording, wish):
+    prompts, params = asked(6)
+    params[2] = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, **wish)
+    want = said(model, prompts, params)
+    counts = recording()
+    assert said(model, prompts, params) == want
+    assert counts["replays"] > 5  # once that row has ended
+
+
+def test_a_broken_row_ends_alone(model, monkeypatch, recording):
+    """A NaN in the logits of one row of a recorded step."""
+    from deepinfer.models.llama import LlamaModel
+
+    right = LlamaModel.logits
+    prompts, _ = asked(7)
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 7
+    ids = [set(found[6:]) for found, *_ in said(model, prompts, params)]
+    spoilt = min(ids[0] - ids[1])
+
+    def logits(self, hidden):
+        out = right(self, hidden)
+        out[out.argmax(1) == spoilt] = torch.nan
+        return out
+
+    monkeypatch.setattr(LlamaModel, "logits", logits)
+
+    def faults(llm):
+        return [type(o.error).__name__ for o in llm.generate(prompts, params)]
+
+    with LLM(model, **SIZES) as llm:
+        want = faults(llm)
+    counts = recording()
+    with LLM(model, **SIZES) as llm:
+        assert faults(llm) == want and counts["replays"] > 3
+    assert 0 < want.count("ModelFaultError") < 7
+
+
+def test_without_memory_for_graphs_steps_are_launched(model, recording, caplog):
+    want = said(model, *asked(9))
+    counts = recording()
+    counts["full"] = True
+    assert said(model, *asked(9)) == want
+    assert counts["replays"] == 0
+    assert sum("launched kernel by kernel" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_memory_that_runs_out_in_a_whole_step(model, monkeypatch, moved, recording):
+    """Before the table has moved on the step runs again, in halves; afterwards it cannot."""
+    want = said(model, *asked(5))
+    recording()
+    right, calls = ModelRunner._whole, []
+
+    def whole(runner, *args):
+        calls.append(args)
+        outcome = right(runner, *args) if moved else None
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("none left")
+        return outcome or right(runner, *args)
+
+    monkeypatch.setattr(ModelRunner, "_whole", whole)
+    if not moved:
+        assert said(model, *asked(5)) == want
+        return
+    with pytest.raises(EngineDeadError, match="none left"):
+        said(model, *asked(5))
+
+
+def test_a_traced_runner_goes_launch_by_launch(model, recording):
+    """Whoever watches steps sees each of them."""
+
+    class Watch:
+        steps = 0
+
+        def begin_step(self, plan, step):
+            Watch.steps += 1
+
+        def end_step(self):
+            pass
+
+    counts = recording()
+    with LLM(model, **SIZES) as llm:
+        llm.assembly.engine.executor.call("trace", Watch())
+        llm.generate(*asked(5))
+    assert Watch.steps > 10 and counts["recorded"] == 0
+
+
+def test_models_that_keep_state_are_not_recorded(recording, tmp_path):
+    from deepinfer.testing.tiny_v41 import write_tiny_v41
+
+    counts = recording()
+    path = str(write_tiny_v41(tmp_path))
+    with LLM(path, max_model_len=64, num_threads=1) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 2, params)
+    assert counts["recorded"] == 0
+
+
+def test_tiers_hold_their_rows_and_few_more():
+    assert [tier(n) for n in (1, 2, 3, 5, 9, 16, 17, 65, 129)] == [1, 2, 4, 8, 16, 16, 24, 80, 160]
+    for rows in range(1, 600):
+        assert rows <= tier(rows) < 2 * rows + 1 and tier(tier(rows)) == tier(rows)
+
+
+def test_tiers_of_drafts_hold_them_and_no_more_than_there_can_be():
+    for rows in (1, 2, 4, 8, 16, 24, 64, 112, 256):
+        for drafts in range(5 * rows + 1):
+            wide = draft_tier(rows, drafts, 5)
+            assert drafts <= wide <= 5 * rows and draft_tier(rows, wide, 5) == wide
+        assert len({draft_tier(rows, drafts, 5) for drafts in range(5 * rows + 1)}) <= 12
+
+
+def test_graphs_are_given_back(model, recording):
+    recording()
+    with LLM(model, **SIZES) as llm:
+        llm.generate(*asked(5))
+        runner = llm.assembly.engine.executor._host.runner
+        steps = runner._recorded
+        assert isinstance(steps, RecordedSteps) and steps._stages
+    assert not steps._stages
