@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from typing import Final
 
@@ -49,7 +48,7 @@ class Pace:
         took = now - max(began, planned)
         old, recent = self.ratio[drafting], self._took[drafting]
         recent.append(took / seconds)
-        self.ratio[drafting] = statistics.median(recent)
+        self.ratio[drafting] = sorted(recent)[len(recent) // 2]
         other = not drafting
         self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
         if not self._took[other]:

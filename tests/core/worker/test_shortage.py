@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepinfer.api.kv import KVGroup
 from deepinfer.api.plan import DECODE, BatchPlan, RowBlock
+from deepinfer.errors import PluginError
 from deepinfer.worker.shortage import Shortage, halves
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,7 +113,7 @@ def test_a_step_that_moves_state_is_not_run_again():
         raise OUT("full")
 
     state = KVGroup(name="state", kind="state", layers=(0,), entry=SimpleNamespace(nbytes=4))
-    shortage = Shortage(SimpleNamespace(), SimpleNamespace(groups=(state,)))
+    shortage = Shortage(SimpleNamespace(), SimpleNamespace(groups=(state,)), lambda: None)
     with pytest.raises(OUT):
         shortage.hidden(SimpleNamespace(draft_rows=0), whole, None)
     assert len(calls) == 1
@@ -121,10 +122,14 @@ def test_a_step_that_moves_state_is_not_run_again():
 def test_a_lost_device_speaks_in_its_own_words():
     lost = RuntimeError("The GPU is lost.")
     device = SimpleNamespace(explain=lambda why: lost if "assert" in str(why) else why)
-    shortage = Shortage(device, SimpleNamespace(groups=()))
+    shortage = Shortage(device, SimpleNamespace(groups=()), lambda: None)
     with pytest.raises(RuntimeError, match=r"The GPU is lost\.") as caught, shortage.told():
         raise RuntimeError("device-side assert")
     assert "device-side" in str(caught.value.__cause__)
+    with pytest.raises(RuntimeError, match=r"The GPU is lost\."), shortage.told():
+        raise PluginError("a drafter raised it") from RuntimeError("device-side assert")
+    with pytest.raises(PluginError, match="a drafter"), shortage.told():
+        raise PluginError("a drafter raised it") from KeyError("no device")
     with pytest.raises(RuntimeError, match="other") as caught, shortage.told():
         raise RuntimeError("other")
     assert caught.value.__cause__ is None

@@ -68,10 +68,10 @@ def test_commit_and_drafts():
     drawn = torch.tensor([[9, 8, 7], [3, 0, 0]])
     slots.commit(slot, slots.length[slot], drawn, torch.tensor([2, 1]))
     assert slots.tokens[0, :5].tolist() == [4, 5, 6, 9, 8]
-    assert slots.length.tolist() == [5, 0, 3]
+    assert slots.length.tolist() == [5, 0, 3, 1]  # the last is nobody's
     assert slots.anchors(slot).tolist() == [8, 3]
     slots.set_drafts(slot, torch.tensor([[11, 12], [13, 14]]))
-    assert slots.tokens[0, 5:7].tolist() == [11, 12] and slots.drafted.tolist() == [2, 0, 2]
+    assert slots.tokens[0, 5:7].tolist() == [11, 12] and slots.drafted.tolist() == [2, 0, 2, 0]
     assert slots.drafts(slot, slots.length[slot], 2).tolist() == [[11, 12], [13, 14]]
 
 

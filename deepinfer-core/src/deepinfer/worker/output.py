@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deepinfer.api.plan import LogprobRows, StepOutput
@@ -49,7 +50,8 @@ class StepResult:
 
     ``tokens`` int64[R, w], ``counts`` int64[R], ``faults`` uint8[R]; ``drafts`` of the next step,
     None where nobody speculates; ``verified`` int64[R]: drafts that ran and could stand;
-    ``scores`` of the first w tokens of emitting rows ``scored``, of which ``wanted`` best.
+    ``scores`` of the first w tokens of emitting rows ``scored``, of which ``wanted`` best;
+    ``packed``: whole numbers of the above by :func:`pack`.
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepResult:
     scores: Scores | None
     prompt: tuple[PromptScores, ...]
     seconds: float
+    packed: Tensor | None = None
 
 
 class StepFuture:
@@ -78,10 +81,9 @@ class StepFuture:
 
     def __init__(self, device: Device, result: StepResult) -> None:
         self._what = result
-        tensors = [result.tokens, result.counts, result.faults]
-        if result.drafts is not None:
-            told = (*result.drafts, result.verified)
-            tensors += [tensor for tensor in told if tensor is not None]
+        tensors = list(_told(result))
+        if result.packed is not None:  # one copy of all that are whole numbers
+            tensors = [result.packed, *(t for t in tensors if t.is_floating_point())]
         for scores in (result.scores, *(p.scores for p in result.prompt)):
             tensors += scores.tensors() if scores is not None else ()
         self._copies = device.future(*tensors)
@@ -94,7 +96,10 @@ class StepFuture:
     def result(self) -> StepOutput:
         """The step's output, on the host."""
         if self._output is None:
-            self._output = self._assemble([t.numpy() for t in self._copies.result()])
+            arrays = [t.numpy() for t in self._copies.result()]
+            if self._what.packed is not None:
+                arrays = _unpacked(self._what, *arrays)
+            self._output = self._assemble(arrays)
         return self._output
 
     def _assemble(self, arrays: list[NDArray[Any]]) -> StepOutput:
@@ -176,6 +181,41 @@ class _Host:
         ids = np.concatenate((self.token[keep][:, None], np.where(beyond, -1, best)), 1)
         values = np.concatenate((self.value[keep][:, None], self.top_values[keep]), 1)
         return LogprobRows(index.astype(np.int32), ids.astype(np.int32), values, self.rank[keep])
+
+
+def _told(what: StepResult) -> Iterator[Tensor]:
+    """Tokens, counts and faults; ids, confidences, numbers of drafts and of those that ran, as far
+    as there are any.
+    """
+    yield from (what.tokens, what.counts, what.faults)
+    if what.drafts is not None:
+        yield from (t for t in (*what.drafts, what.verified) if t is not None)
+
+
+def pack(tokens: Tensor, counts: Tensor, faults: Tensor, *told: Tensor | None) -> Tensor:
+    """int64[R, ·]: a step's whole numbers side by side, in the order in which they are told."""
+    columns = [tokens, counts[:, None], faults.long()[:, None]]
+    for part in told:
+        if part is not None and not part.is_floating_point():
+            columns.append(part if part.dim() > 1 else part[:, None])
+    return torch.cat(columns, 1)
+
+
+def _unpacked(
+    what: StepResult, packed: NDArray[Any], *floating: NDArray[Any]
+) -> list[NDArray[Any]]:
+    """The arrays of :func:`_told`."""
+    found: list[NDArray[Any]] = []
+    at, rest = 0, iter(floating)
+    for tensor in _told(what):
+        if tensor.is_floating_point():
+            found.append(next(rest))
+            continue
+        wide = tensor.shape[1] if tensor.dim() > 1 else 1
+        part = packed[:, at : at + wide]
+        found.append(part if tensor.dim() > 1 else part[:, 0])
+        at += wide
+    return found
 
 
 def _take(arrays: Iterator[NDArray[Any]]) -> _Host:

@@ -25,6 +25,7 @@ from deepinfer.errors import PluginError
 from deepinfer.sampling.verify import EqualityVerifier
 from deepinfer.worker.batch import decoding_rows
 from deepinfer.worker.drafting import HiddenTaps
+from deepinfer.worker.output import pack
 
 if TYPE_CHECKING:
     from deepinfer.api.plan import BatchPlan
@@ -42,7 +43,8 @@ LOGITS_BYTES = 128 << 20
 
 class Outcome(NamedTuple):
     """What a step's second half leaves: tokens int64[R, w], of which counts int64[R] are text,
-    faults uint8[R]; drafts of the next step, and how many ran in this one, int64[R].
+    faults uint8[R]; drafts of the next step, and how many ran in this one, int64[R]; ``packed``:
+    all whole numbers of these, see ``output.pack``.
     """
 
     tokens: Tensor
@@ -50,6 +52,7 @@ class Outcome(NamedTuple):
     faults: Tensor
     drafts: Drafts | None
     verified: Tensor | None
+    packed: Tensor | None = None
 
     def first(self, rows: int) -> Outcome:
         """Of the first rows."""
@@ -59,7 +62,10 @@ class Outcome(NamedTuple):
             assert ids is not None
             drafts = type(drafts)(ids, *rest)
         verified = None if self.verified is None else self.verified[:rows]
-        return Outcome(self.tokens[:rows], self.counts[:rows], self.faults[:rows], drafts, verified)
+        packed = None if self.packed is None else self.packed[:rows]
+        return Outcome(
+            self.tokens[:rows], self.counts[:rows], self.faults[:rows], drafts, verified, packed
+        )
 
 
 class _Kind(NamedTuple):
@@ -182,7 +188,9 @@ class RecordedSteps:
             taps = None
             if rig.drafter.taps:
                 taps = HiddenTaps(rig.drafter.taps, step.batch, step.layout.slot)
-            return self._body(rows, step, taps, kind.propose)
+            done = self._body(rows, step, taps, kind.propose)
+        told = () if done.drafts is None else (*done.drafts, done.verified)
+        return done._replace(packed=pack(done.tokens, done.counts, done.faults, *told))
 
 
 def tier(rows: int) -> int:

@@ -260,6 +260,7 @@ class ModelRunner:
             scores=scores,
             prompt=prompt,
             seconds=seconds,
+            packed=outcome.packed,
         )
         return StepFuture(self._rig.device, result)
 

@@ -194,7 +194,7 @@ class _Waiting:
         self._width = width
         self._rows: Tensor | None = None
         self._places = torch.full((2, self.most), -1, dtype=torch.int64, device=device)
-        self._at = torch.zeros(1, dtype=torch.int64, device=device)  # ``count`` as graphs read it
+        self._free = torch.arange(self.most, device=device)  # where graphs put the next rows
         self.count = self._steps = 0
 
     def fits(self, count: int) -> bool:
@@ -206,15 +206,15 @@ class _Waiting:
         began, self.count = self.count, self.count + len(slots)
         torch.cat(hidden, -1, out=all_rows[began : self.count])
         torch.stack((positions, slots), out=self._places[:, began : self.count])
-        self._at.fill_(self.count)
+        self._free += len(slots)
         self._steps += 1
 
     def append(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
         """The same as a graph does it; :meth:`counted` follows on the host."""
-        place = self._at + torch.arange(len(slots), device=slots.device)
+        place = self._free[: len(slots)]
         self._all(hidden).index_copy_(0, place, torch.cat(hidden, -1))
         self._places.index_copy_(1, place, torch.stack((positions, slots)))
-        self._at += len(slots)
+        self._free += len(slots)
 
     def counted(self, count: int) -> None:
         """So many rows were appended."""
@@ -231,7 +231,7 @@ class _Waiting:
         and are good until the next :meth:`add`.
         """
         assert self._rows is not None, "something was added"
-        self._at.zero_()
+        self._free -= self.count
         rows, (positions, slots) = self._rows[: self.count], self._places[:, : self.count]
         if self._steps > 1:
             order = slots.sort(stable=True)
