@@ -332,6 +332,8 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
                 if number and time.monotonic() > until:
                     break
             report.put("load", _load(args.concurrency, names, found, rates, sorted(parted)))
+        told = engines.watched["adaptive"].report()
+        print("  planner:", {name: round(value, 2) for name, value in told.items()})
     finally:
         engines.close()
     _show_load(report.parts["load"])

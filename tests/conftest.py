@@ -101,6 +101,7 @@ def recording(monkeypatch):
     """
     import torch
     from deepinfer.ops.backend import CPUDevice
+    from deepinfer.worker import recorded
 
     def install():
         counts = {"recorded": 0, "replays": 0, "full": False}
@@ -117,6 +118,7 @@ def recording(monkeypatch):
             return replay
 
         monkeypatch.setattr(CPUDevice, "record", record, raising=False)
+        monkeypatch.setattr(recorded, "SEEN", 1)
         return counts
 
     return install

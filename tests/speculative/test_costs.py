@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from deepinfer.api.speculative import StepShape
 from deepinfer.errors import ConfigError
+from deepinfer_speculative import costs
 from deepinfer_speculative.costs import CostCurve, CostTable, cached, load, profile
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +93,24 @@ def test_a_profile_keeps_to_its_limits():
     asked.clear()
     profile(timer(asked), 5, max_requests=64, max_tokens=512, budget=0.0)
     assert {s.requests for s in asked} == {1}
+
+
+def test_a_profile_reaches_far_where_only_compiling_is_slow(monkeypatch):
+    """And ends early where steps themselves would take too long."""
+    now = [0.0]
+    monkeypatch.setattr(costs.time, "monotonic", lambda: now[0])
+
+    def measure(shapes):
+        asked.update(s.requests for s in shapes)
+        now[0] += 5.0  # kernels are compiled
+        return [cost * s.requests for s in shapes]
+
+    asked, cost = set(), 1e-5
+    profile(measure, 5, max_requests=64, max_tokens=512, budget=8.0)
+    assert asked == {1, 4, 16, 64}
+    asked, cost = set(), 2e-2
+    profile(measure, 5, max_requests=64, max_tokens=512, budget=8.0)
+    assert asked == {1, 4}
 
 
 def test_a_table_is_measured_once(tmp_path):

@@ -25,6 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 log = logging.getLogger(__name__)
 
 VERSION: Final = 2
+STEPS: Final = 10
+"""Steps that measuring a shape takes, about."""
 Floats = NDArray[np.float64]
 Measure = Callable[[Sequence[StepShape]], list[float]]
 
@@ -173,28 +175,34 @@ def profile(
 ) -> CostTable:
     """Time steps of 1, 2, 4, … requests without drafts, with all drafts, and drafting again.
 
-    It ends with the size that has brought it past ``budget`` seconds; what is larger is
-    extrapolated. Sizes stay within ``max_requests`` and ``max_tokens`` rows.
+    First every second size, so that what is left out lies between two of them: these end where
+    their steps, which may have to be compiled beside, would take more than ``budget`` seconds. The
+    others end when it is over. Sizes stay within ``max_requests`` and ``max_tokens`` rows.
     """
     began = time.monotonic()
     plain: dict[int, float] = {}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
-    for n in _sizes(min(max_requests, 128)):
+    sizes = list(_sizes(min(max_requests, 128)))
+    spent = last = 0.0
+    for n in (*sizes[::2], *sizes[1::2]):
+        first = n in sizes[::2]
+        if n > 1 and (spent + 4 * last if first else time.monotonic() - began) > budget:
+            continue
         shapes = [StepShape(n, 0, False)]
         if n * (1 + gamma) <= max(max_tokens, 1 + gamma):
             shapes += [StepShape(n, n * gamma, propose) for propose in (False, True)]
         if n == 1:  # few rows: kernels go by tiles, and this is the load most people have
             shapes += [StepShape(1, k, False) for k in range(1, gamma)]
         seconds = dict(zip(shapes, measure(shapes), strict=True))
+        last = STEPS * sum(seconds.values())
+        spent += last
         plain[n] = seconds[shapes[0]]
         for shape, took in seconds.items():
             if shape.drafts and not shape.propose:
                 verify[n + shape.drafts] = took
         if len(shapes) > 2:
             draft[n] = max(0.0, seconds[shapes[2]] - seconds[shapes[1]])
-        if time.monotonic() - began > budget:
-            break
     return CostTable(_curve(plain), _curve(verify), _curve(draft))
 
 

@@ -75,6 +75,11 @@ class WatchingPlanner:
         """The other's choice."""
         return self._planner.choose(facts)
 
+    def report(self) -> dict[str, float]:
+        """The other's, where it has one."""
+        told: dict[str, float] = getattr(self._planner, "report", dict)()
+        return told
+
     def observe(self, landed: DraftsLanded) -> None:
         """Count, and hand on."""
         self._planner.observe(landed)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 256
 """Tokens of a text in a measured step, where the model and the pool have room for them."""
-WARM, ROUNDS, STEPS = 2, 4, 2
+ROUNDS, STEPS = 4, 2
 
 
 def measure_steps(
@@ -54,7 +54,8 @@ class _Steps:
         self._runner = runner
         self._size = facts.page_size
         self._gamma = facts.draft_len
-        steps = WARM + ROUNDS * STEPS
+        self._warm = runner.warm_steps
+        steps = self._warm + ROUNDS * STEPS
         grown = (1 + facts.draft_len) * (steps + 1)
         self._context = max(1, min(CONTEXT, facts.max_model_len - 1 - grown))
         self._length = min(self._context + grown, facts.max_model_len)
@@ -67,7 +68,7 @@ class _Steps:
 
     def seconds(self) -> float:
         """Warm up, then the least of a few rounds of steps that follow each other at once."""
-        self._run(WARM, self._admits())
+        self._run(self._warm, self._admits())
         times = []
         for _ in range(ROUNDS):
             began = time.perf_counter()

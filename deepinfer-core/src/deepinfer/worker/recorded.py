@@ -7,8 +7,8 @@ keep state or truncate.
 A graph holds everything from the slot table back to the slot table, drafts included. Its inputs are
 the slots of its rows; text, pages, lengths and parameters lie in the table. It has a tier of rows:
 those behind the step's own are the table's last slot, a text that has ended, which writes nowhere.
-The first step of a kind runs launch by launch, so that kernels are compiled; the second is
-recorded.
+The first steps of a kind run launch by launch: recording takes as long as some dozen steps, and
+kernels have to be compiled.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ MOST_ROWS = 512
 """Token rows of the largest graph: beyond, launches hide behind the work."""
 LOGITS_BYTES = 128 << 20
 """Logits of the largest graph."""
+SEEN = 8
+"""Steps of a kind before it is recorded."""
+LEAST_LONGEST = 1024
+"""Shorter texts have the graphs of texts so long: what they would save is nothing."""
 
 
 class Outcome(NamedTuple):
@@ -88,7 +92,7 @@ class _Stage:
     count: Tensor
     holds: tuple[int, bytes] | None = None
     replay: Callable[[], Outcome] | None = None
-    ran: bool = False
+    ran: int = 0
 
 
 Body = Callable[["PlanRows", "StepBatch", HiddenTaps | None, bool], Outcome]
@@ -117,6 +121,11 @@ class RecordedSteps:
             self._record = None
         self._stages: dict[_Kind, _Stage] = {}
 
+    @property
+    def warm(self) -> int:
+        """Steps after which one of the same kind takes what it will take from there on."""
+        return 0 if self._record is None else SEEN + 1
+
     def release(self) -> None:
         """Give back all graphs, and record none from here on: memory is short."""
         self._stages.clear()
@@ -138,24 +147,24 @@ class RecordedSteps:
             stage = self._stages[kind] = _Stage(slot, count)
         self._fill(stage, rows)
         assert self._drafting is not None
-        if stage.replay is None and stage.ran and not self._recorded(kind, stage):
+        if stage.replay is None and stage.ran >= SEEN and not self._recorded(kind, stage):
             return None
         with self._drafting(kind.rows + kind.draft_rows, kind.propose):
             outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
-        stage.ran = True
+        stage.ran += 1
         return rows, outcome.first(len(rows.array))
 
     def _kind(self, plan: BatchPlan, rows: PlanRows) -> _Kind | None:
         """None: too large."""
         shape = self._rig.slots.shape
         count = min(tier(len(rows.array)), max(shape.slots, len(rows.array)))
-        drafts = draft_tier(count, plan.draft_rows, shape.draft_len)
+        drafts = draft_tier(count, plan.draft_rows)
         lines = count + drafts
         if lines > MOST_ROWS or lines * shape.vocab_size * 4 > LOGITS_BYTES:
             return None
-        pages = -(-self._batches.longest(rows) // shape.page_size)
-        whole = self._rig.slots.pages.shape[1] * shape.page_size
-        longest = min(shape.page_size << (pages - 1).bit_length(), whole)
+        longest = max(self._batches.longest(rows), LEAST_LONGEST)
+        pages = 1 << (-(-longest // shape.page_size) - 1).bit_length()
+        longest = min(pages, self._rig.slots.pages.shape[1]) * shape.page_size
         filtered = rows.filtered and not rows.greedy
         return _Kind(count, drafts, longest, filtered, plan.propose)
 
@@ -194,19 +203,17 @@ class RecordedSteps:
 
 
 def tier(rows: int) -> int:
-    """The rows of a graph for so many: few graphs, and few rows too many."""
-    if rows <= 8:
+    """The rows of a graph for so many: few graphs, since each costs tens of milliseconds once, and
+    where a row costs something few rows too many.
+    """
+    if rows <= 32:
         return 1 << (rows - 1).bit_length()
-    step = 8 if rows <= 64 else 16 if rows <= 128 else 32
+    step = 16 if rows <= 64 else 32
     return -(-rows // step) * step
 
 
-def draft_tier(rows: int, drafts: int, draft_len: int) -> int:
-    """The draft rows of a graph of ``rows`` rows for so many: how many a planner wants changes from
+def draft_tier(rows: int, drafts: int) -> int:
+    """The draft rows of a graph of ``rows`` rows for so many: what a planner wants changes from
     step to step.
     """
-    if not drafts:
-        return 0
-    step = max(8, rows // 2)
-    wide = tier(rows + drafts) - rows if rows <= 8 else -(-drafts // step) * step
-    return min(wide, rows * draft_len)
+    return -(-drafts // rows) * rows

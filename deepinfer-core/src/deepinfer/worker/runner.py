@@ -131,6 +131,11 @@ class ModelRunner:
         """Where requests stand; only the runner's thread may touch it."""
         return self._rig.slots
 
+    @property
+    def warm_steps(self) -> int:
+        """Steps before one of the same kind takes what it will take from there on."""
+        return max(2, self._recorded.warm)
+
     def ops(self) -> OpSet:
         """What the model was built from: who puts wrappers in sees every call of every step."""
         return self._rig.ops
