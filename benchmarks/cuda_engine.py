@@ -238,6 +238,10 @@ def watched(found):
         return run
 
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")  # says once in a process that it is a prototype
+        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
         warnings.showwarning = show
         warnings.simplefilter("always")
         ModelRunner.forward, ModelRunner.sample = map(half, halves)

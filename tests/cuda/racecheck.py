@@ -7,8 +7,8 @@ the machine code that ran.
 The kind: ``warp_specialize`` tells its warps what to do by a byte for each in shared memory. The
 tool reports some reads of these bytes as racing with their writes, although all threads of the
 block pass barrier 1 between them (decision 0010). A pair of accesses is accepted if the write is
-the store right before a barrier 1 of the whole block, the read is the byte-wide load right behind
-one, and both name the reported place.
+the store right before a barrier 1 of the whole block, the read is a byte-wide load behind one with
+nothing but the arithmetic of its address between, and both name the reported place.
 """
 
 import os
@@ -32,7 +32,10 @@ HAZARD = re.compile(
     r"=+ +Write Thread \S+ at (?P<kernel>\w+)\+(?P<write>0x[0-9a-f]+).*\n"
     r"=+ +Read Thread \S+ at (?P<reader>\w+)\+(?P<read>0x[0-9a-f]+)"
 )
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;|^(\.L\w+):", re.MULTILINE)
+ARITHMETIC = re.compile(r"(?:ULEA|LEA|VIADD|IADD3|UIADD3|SHF|UMOV|MOV|S2R|S2UR|R2UR)(?:\.\w+)* ")
+ADDRESS = 8
+"""Instructions that an address takes at most."""
 STORE = re.compile(r"STS(?:\.(U8|U16|64|128))? \[[^\]]*?(?:\+(0x[0-9a-f]+))?\]")
 LOAD = re.compile(r"LDS\.U8 \w+, \[[^\]]*?\+(0x[0-9a-f]+)\]")
 WIDTH = {None: 4, "U8": 1, "U16": 2, "64": 8, "128": 16}
@@ -64,8 +67,11 @@ def hazards(report):
 
 
 def instructions(sass):
-    """[(offset, text)] of a disassembled kernel, in order."""
-    return [(int(at, 16), text) for at, text in INSTRUCTION.findall(sass)]
+    """[(offset, text)] of a disassembled kernel, in order; labels have offset −1."""
+    return [
+        (-1, label) if label else (int(at, 16), text)
+        for at, text, label in INSTRUCTION.findall(sass)
+    ]
 
 
 def is_dispatch(hazard, code):
@@ -78,7 +84,10 @@ def is_dispatch(hazard, code):
     if not store or not load:
         return False
     begin, width = int(store[2] or "0", 16), WIDTH[store[1]]
-    ordered = code[write + 1][1] == DISPATCH and code[read - 1][1] == DISPATCH
+    before = read - 1
+    while read - before <= ADDRESS and ARITHMETIC.match(code[before][1]):
+        before -= 1
+    ordered = code[write + 1][1] == DISPATCH and code[before][1] == DISPATCH
     named = begin <= hazard.at - SHARED_BASE < begin + width
     return ordered and named and begin - 32 <= int(load[1], 16) <= begin
 

@@ -8,6 +8,18 @@ SASS = """
         /*0120*/                   LDS.U8 R2, [R2+UR27+0x280ec] ;
         /*0130*/                   ISETP.GT.U32.AND P0, PT, R2, 0x4, PT ;
         /*0140*/                   LDS.U8 R3, [R2+0x280ec] ;
+        /*0150*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0160*/                   ULEA UR6, UR4, UR6, 0x18 ;
+        /*0170*/                   SHF.R.U32.HI R2, RZ, 0x5, R2 ;
+        /*0180*/                   VIADD R2, R2, UR6 ;
+        /*0190*/                   LDS.U8 R2, [R2+0x280ec] ;
+        /*01a0*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+.L_x_1:
+        /*01b0*/                   VIADD R2, R2, UR6 ;
+        /*01c0*/                   LDS.U8 R2, [R2+0x280ec] ;
+        /*01d0*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*01e0*/               @P0 VIADD R2, R2, UR6 ;
+        /*01f0*/                   LDS.U8 R2, [R2+0x280ec] ;
         /*3390*/                   MEMBAR.ALL.CTA ;
         /*33b0*/                   STS.64 [UR8+0x280f0], R2 ;
         /*33c0*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
@@ -35,6 +47,7 @@ def test_a_byte_that_is_stored_before_the_barrier_of_the_block_and_read_behind_i
     assert all(
         is_dispatch(DISPATCH._replace(at=at), instructions(SASS)) for at in range(0x284F0, 0x284F8)
     )
+    assert is_dispatch(DISPATCH._replace(read=0x190), instructions(SASS))  # behind its address
 
 
 @pytest.mark.parametrize(
@@ -51,6 +64,8 @@ def test_a_byte_that_is_stored_before_the_barrier_of_the_block_and_read_behind_i
         {"write": 0x33B4},  # no instruction
         {"read": 0x140},  # no barrier before it
         {"read": 0x130},  # no load
+        {"read": 0x1C0},  # somebody may jump to where its address is made
+        {"read": 0x1F0},  # not only arithmetic that always runs
         {"read": 0x110},
     ],
     ids=str,
