@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deepinfer.api.plan import StepOutput
-from deepinfer.api.speculative import DraftFacts, DraftsLanded, PlannerContext
+from deepinfer.api.speculative import DraftChoice, DraftFacts, DraftsLanded, PlannerContext
 from deepinfer.errors import ConfigError
 from deepinfer_speculative.outlook import Outlook
 from deepinfer_speculative.pace import Pace
@@ -61,22 +61,28 @@ class Engine:
         self.rng = np.random.default_rng(0)
         self.now, self.step, self.drafts, self.tokens = 0.0, 0, False, 0
         self.choices = []
+        self.hold = self.held = 0
 
     def run(self, steps):
         for _ in range(steps):
             self.step += 1
-            choice = self.planner.choose(
-                DraftFacts(
-                    step=self.step, now=self.now, decoding=self.views, prefill_tokens=0,
-                    emitting=0, room=512, running=len(self.views),
-                )
-            )  # fmt: skip
+            holds = self.hold > 0 and self.held == len(self.views)
+            choice = DraftChoice(0, propose=False) if holds else self.choose()
+            self.hold, self.held = self.hold - 1 if holds else choice.hold, len(self.views)
             self.choices.append(choice)
-            self.land(choice)
+            self.land(choice, not holds)
         return self
 
-    def land(self, choice):
-        n = len(self.views)
+    def choose(self):
+        return self.planner.choose(
+            DraftFacts(
+                step=self.step, now=self.now, decoding=self.views, prefill_tokens=0,
+                emitting=0, room=512, running=len(self.views),
+            )
+        )  # fmt: skip
+
+    def land(self, choice, seen=True):
+        n, before = len(self.views), self.now
         ran = np.zeros(n, np.int32)
         if self.drafts:
             share = np.arange(n) < choice.rows % n if n else 0
@@ -97,9 +103,11 @@ class Engine:
             drafted=np.full(n, GAMMA if choice.propose else 0, np.int32),
             verified=ran,
         )
+        if not seen:
+            return
         generations = [v.generation for v in self.views]
         self.planner.observe(
-            DraftsLanded(out=out, generations=generations, decodes=n, now=self.now)
+            DraftsLanded(out=out, generations=generations, decodes=n, now=self.now, before=before)
         )
 
     @property
@@ -115,7 +123,7 @@ def facts(views, **more):
 def test_static_verifies_everything_there_is_room_for(tmp_path):
     planner = Planner(context(tmp_path, Device(), "static"))
     views = [View(1, 100), View(2, 2), View(3, 0)]
-    assert planner.choose(facts(views)) == (GAMMA + 2, -1, True)
+    assert planner.choose(facts(views))[:3] == (GAMMA + 2, -1, True)
     assert planner.choose(facts(views, room=3)).rows == 3
     assert not list(Path(tmp_path).iterdir()), "it measures nothing"
 
@@ -254,6 +262,7 @@ def landed(step, generations, confidence):
             confidence=np.array(confidence, np.float32),
         ),
         generations=generations,
+        before=0.0,
         decodes=n,
         now=0.0,
     )
@@ -286,10 +295,10 @@ def test_time_is_compared_with_the_table():
     pace = Pace()
     for step in range(1, 60):
         pace.expect(step, 0.03 * step, 0.01, True)
-        pace.landed(step, 0.03 * (step + 1))
+        pace.landed(step, 0.03 * (step + 1), 0.03 * step)
     assert pace.ratio[True] == pytest.approx(3.0, rel=0.05)
     assert pace.ratio[False] == pytest.approx(pace.ratio[True], rel=0.05), "until it is seen"
-    pace.landed(999, 5.0)
+    pace.landed(999, 5.0, 4.0)
 
 
 def test_answers_that_were_taken_late_say_nothing_of_the_device():
@@ -297,8 +306,8 @@ def test_answers_that_were_taken_late_say_nothing_of_the_device():
     pace, now = Pace(), 0.0
     for step in range(1, 60):
         pace.expect(step, now, 0.01, False)
-        now += 8.0 if step % 9 == 0 else 0.012
-        pace.landed(step, now)
+        before, now = now, now + (8.0 if step % 9 == 0 else 0.012)
+        pace.landed(step, now, before)
     assert pace.ratio[False] == pytest.approx(1.2, rel=0.01)
 
 
@@ -307,10 +316,11 @@ def test_a_pause_costs_the_planner_next_to_nothing(tmp_path):
     ranks = []
     usual = planner._outlook.usual
     planner._outlook.usual = lambda n: ranks.append(n) or usual(n)
-    choices = [planner.choose(facts([View(1), View(2)])) for _ in range(200)]
-    assert not any(c.rows or c.propose for c in choices[-8:]), "rows are dear: it pauses"
+    choices = [planner.choose(facts([View(1), View(2)])) for _ in range(60)]
+    assert not any(c.rows or c.propose for c in choices[-3:]), "rows are dear: it pauses"
+    assert all(c.hold > 5 for c in choices[-3:]), "and is not asked each time"
     ranks.clear()
-    quiet = [planner.choose(facts([View(1), View(2)])) for _ in range(24)]
+    quiet = [planner.choose(facts([View(1), View(2)])) for _ in range(3)]
     assert not any(c.rows or c.propose for c in quiet) and not ranks
     planner.choose(facts([View(n) for n in range(8)]))
     assert ranks[-1] == 8, "another load is looked at at once"

@@ -71,7 +71,7 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
                     asked.append(facts)
                     choice = right(facts)
                     # A pause, and behind every twentieth step drafts, whatever they cost.
-                    return choice._replace(rows=0, propose=len(asked) % 20 == 0)
+                    return choice._replace(rows=0, propose=len(asked) % 20 == 0, hold=0)
 
                 patch.setattr(planner, "choose", choose)
                 texts = ids(llm.generate(prompts(5), params))

@@ -29,7 +29,6 @@ class Pace:
         self._took = {kind: deque[float](maxlen=RECENT) for kind in (True, False)}
         self._ages = {True: 0, False: 0}
         self._open: dict[int, tuple[bool, float, float]] = {}
-        self._last = 0.0
 
     def expect(self, step: int, now: float, seconds: float, drafting: bool) -> None:
         """A step was planned; ``seconds``: by the table."""
@@ -37,15 +36,13 @@ class Pace:
             self._open.clear()
         self._open[step] = (drafting, seconds, now)
 
-    def landed(self, step: int, now: float) -> None:
-        """Its answer is here."""
+    def landed(self, step: int, now: float, before: float) -> None:
+        """Its answer is here; ``before``: when that of the step before it was."""
         expected = self._open.pop(step, None)
-        began = self._last
-        self._last = now
         if expected is None or expected[1] <= 0:
             return
         drafting, seconds, planned = expected
-        took = now - max(began, planned)
+        took = now - max(before, planned)
         old, recent = self.ratio[drafting], self._took[drafting]
         recent.append(took / seconds)
         self.ratio[drafting] = sorted(recent)[len(recent) // 2]

@@ -47,7 +47,7 @@ methods come in bursts, and looking for them costs little."""
 MEMORY: Final = 8
 """Steps that "of late" means."""
 LOOK: Final = 8
-"""While it pauses, a planner looks only every so many steps: on a CPU its time is the model's."""
+"""While it pauses, a planner looks only every so many steps: its time is that of steps."""
 
 
 class _Prospect(NamedTuple):
@@ -98,9 +98,9 @@ class Planner:
         """K, and whether to draft behind the step."""
         choice = self._pausing(facts) if self._paused else self._drafted(facts)
         self._proposed = choice.propose
-        self.counts["steps"] += 1
+        self.counts["steps"] += 1 + choice.hold
         self.counts["steps_with_drafts"] += choice.rows > 0
-        self.counts["steps_without_drafting"] += not choice.propose
+        self.counts["steps_without_drafting"] += (1 + choice.hold) * (not choice.propose)
         self.counts["rows"] += choice.rows
         return choice
 
@@ -115,7 +115,7 @@ class Planner:
 
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
-        self._pace.landed(landed.out.step, landed.now)
+        self._pace.landed(landed.out.step, landed.now, landed.before)
         if self._paused:
             self._outlook.clear()
         else:
@@ -141,8 +141,12 @@ class Planner:
         assert self._table is not None
         count = facts.running
         requests = count + facts.emitting
+        hold = 0
         if requests and (self._since % LOOK == 0 or self._changed(requests)):
             back = self._comes_back(requests)
+            if not back and not facts.prefill_tokens:
+                hold = LOOK - 1
+                self._since += hold
         else:
             self._since += 1
             back = False
@@ -151,7 +155,7 @@ class Planner:
                 self._plains[count] = float(self._table.plain(np.array(count)))
             seconds = self._plains[count] + (self._drafting_takes(requests) if back else 0.0)
             self._pace.expect(facts.step, facts.now, seconds, back)
-        return DraftChoice(0, propose=back)
+        return DraftChoice(0, propose=back, hold=hold)
 
     def _comes_back(self, requests: int) -> bool:
         """While a pause goes on nothing is learnt of drafts, so what usual ones promise is worked

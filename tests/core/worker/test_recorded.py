@@ -5,6 +5,7 @@ import torch
 from deepinfer import LLM, SamplingParams
 from deepinfer.errors import EngineDeadError
 from deepinfer.testing.tiny import write_tiny_checkpoint
+from deepinfer.worker import recorded
 from deepinfer.worker.recorded import RecordedSteps, draft_tier, tier
 from deepinfer.worker.runner import ModelRunner
 
@@ -44,7 +45,7 @@ def test_texts_are_those_of_steps_in_halves(model, recording, backend):
     want = said(model, *asked(23), backend=backend)
     counts = recording()
     assert said(model, *asked(23), backend=backend) == want
-    assert counts["replays"] > 15 > counts["recorded"] > 2
+    assert counts["replays"] > 15 > counts["recorded"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -178,6 +179,43 @@ def test_tiers_hold_their_rows_and_few_more():
         for drafts in range(5 * rows + 1):
             assert drafts <= draft_tier(rows, drafts) <= 5 * rows
         assert len({draft_tier(rows, drafts) for drafts in range(5 * rows + 1)}) == 6
+
+
+def test_a_step_runs_in_a_larger_graph_until_its_own_is_worth_it(model, monkeypatch, recording):
+    """Sixteen requests, then three at a time: the graph of sixteen does, for so many steps."""
+    want = [said(model, *asked(count), max_num_seqs=16) for count in (16, 3)]
+    counts = recording()
+    monkeypatch.setattr(recorded, "WISHED", 20)
+    with LLM(model, **SIZES, max_num_seqs=16) as llm:
+        texts = []
+        for count in (16, *[3] * 6):
+            outs = llm.generate(*asked(count))
+            texts.append([(o.outputs[0].token_ids, o.outputs[0].finish_reason, None) for o in outs])
+            if len(texts) == 3:
+                few = counts["recorded"]
+    assert texts[0] == want[0] and all(text == want[1] for text in texts[1:])
+    assert few < counts["recorded"]
+
+
+@pytest.mark.parametrize(
+    "kind, served",
+    [
+        ((16, 0, 1024, False, True), True),
+        ((9, 0, 512, False, True), True),
+        ((17, 0, 1024, False, True), False),
+        ((16, 0, 2048, False, True), False),
+        ((16, 16, 1024, False, True), False),
+        ((16, 0, 1024, True, True), False),
+        ((16, 0, 1024, False, False), False),
+    ],
+)
+def test_a_graph_serves_smaller_steps_of_its_sort(kind, served):
+    assert recorded._Kind(16, 0, 1024, False, True).serves(recorded._Kind(*kind)) == served
+
+
+def test_no_graph_serves_steps_far_smaller():
+    large = recorded._Kind(256, 0, 1024, False, True)
+    assert large.serves(large._replace(rows=128)) and not large.serves(large._replace(rows=96))
 
 
 def test_graphs_are_given_back(model, recording):

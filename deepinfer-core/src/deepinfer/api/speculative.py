@@ -302,7 +302,7 @@ class DraftView(Protocol):
 class DraftFacts:
     """What stands before a step.
 
-    ``step``: its number, one more than the last. ``decoding``: requests that will run a decode row,
+    ``step``: its number, above the last one's. ``decoding``: requests that will run a decode row,
     each one token without drafts; they are looked for when somebody looks. ``running``: about as
     many, known at once. ``prefill_tokens`` that will likely run beside them, of which
     ``emitting`` prompts end in this step (a guess where admissions are still open). ``room``: most
@@ -320,25 +320,29 @@ class DraftFacts:
 
 class DraftChoice(NamedTuple):
     """``rows``: draft rows of the step (K). ``keep``: of the drafts that run only as many may stand
-    (mode ``cap``); −1 all. ``propose``: draft at the end of the step, for the next.
+    (mode ``cap``); −1 all. ``propose``: draft at the end of the step, for the next. ``hold``: of a
+    choice without drafts, so many steps more are chosen alike without asking, and their answers are
+    not shown, while as many requests run and none waits.
     """
 
     rows: int
     keep: int = -1
     propose: bool = True
+    hold: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftsLanded:
     """A step's answer with who it is of. ``generations``: of each plan row, none where the answer
     has no drafts; ``decodes``: the first so many rows are decodes. ``now``: seconds of the engine's
-    clock.
+    clock, ``before``: when the step before it arrived.
     """
 
     out: StepOutput
     generations: Sequence[int]
     decodes: int
     now: float
+    before: float
 
 
 class DraftPlanner(Protocol):

@@ -61,6 +61,9 @@ class Scheduler:
         self._rows = RowMemory()
         self._generations = itertools.count(1)
         self._drafted = False
+        self._hold, self._held = 0, 0
+        self._unseen: set[int] = set()
+        self._landed = 0.0
         self._sorted = True  # the policy is asked again only when the queue has changed
 
     # Requests come and go.
@@ -130,6 +133,11 @@ class Scheduler:
 
     def _drafts(self, facts: StepFacts, budget: Budget) -> DraftChoice:
         """Draft rows of the whole step; they come out of the token budget, anchors first."""
+        if self._hold and not facts.waiting and facts.running == facts.decoding == self._held:
+            self._hold -= 1
+            self._unseen.add(self._rows.steps + 1)
+            return NO_DRAFTS
+        self._unseen.discard(self._rows.steps + 1)
         decoding = _Decoding(self.running)
         room = max(0, min(budget.tokens - facts.decoding, budget.draft_rows))
         if self.planner is None:
@@ -148,7 +156,9 @@ class Scheduler:
                 running=facts.decoding,
             )
         )
+        self._hold, self._held = 0, facts.decoding
         if choice.rows <= 0:
+            self._hold = 0 if choice.propose else choice.hold
             return choice._replace(rows=0)
         return choice._replace(rows=min(self._most(decoding, room), choice.rows))
 
@@ -241,15 +251,21 @@ class Scheduler:
                     cache.publish(r, written)
             if r.status is not Status.RUNNING:
                 cache.settle(r)
-        if self.planner is not None:
-            self.planner.observe(
-                DraftsLanded(
-                    out=out,
-                    generations=[r.generation for r in planned] if self._drafted else (),
-                    decodes=decodes,
-                    now=self.clock(),
-                )
+        if self.planner is None:
+            return
+        before, self._landed = self._landed, self.clock()
+        if out.step in self._unseen:
+            self._unseen.remove(out.step)
+            return
+        self.planner.observe(
+            DraftsLanded(
+                out=out,
+                generations=[r.generation for r in planned] if self._drafted else (),
+                decodes=decodes,
+                now=self._landed,
+                before=before,
             )
+        )
 
     # Room for decodes.
 

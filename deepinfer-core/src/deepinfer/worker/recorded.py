@@ -39,8 +39,10 @@ MOST_ROWS = 512
 """Token rows of the largest graph: beyond, launches hide behind the work."""
 LOGITS_BYTES = 128 << 20
 """Logits of the largest graph."""
-SEEN = 8
-"""Steps of a kind before it is recorded."""
+SEEN, WISHED = 8, 64
+"""Steps of a kind before it is recorded: if no other graph does, and if a larger one did."""
+SMALL = 64
+"""Lines of a graph that any smaller step may run in; else it has at most twice the step's own."""
 LEAST_LONGEST = 1024
 """Shorter texts have the graphs of texts so long: what they would save is nothing."""
 
@@ -83,16 +85,33 @@ class _Kind(NamedTuple):
     filtered: bool
     propose: bool
 
+    @property
+    def lines(self) -> int:
+        """Rows of logits, and token rows."""
+        return self.rows + self.draft_rows
+
+    def serves(self, kind: _Kind) -> bool:
+        """Whether a step of that kind may run in this graph too."""
+        fits = self.rows >= kind.rows and self.draft_rows >= kind.draft_rows
+        same = (self.filtered, self.propose, self.draft_rows > 0) == (
+            kind.filtered, kind.propose, kind.draft_rows > 0,
+        )  # fmt: skip
+        near = self.lines <= max(2 * kind.lines, SMALL)
+        return fits and same and near and self.longest >= kind.longest
+
 
 @dataclass(slots=True)
 class _Stage:
-    """A graph's standing inputs: slot int64[rows], and the tokens that each row may run."""
+    """A graph's standing inputs: slot int64[rows], and the tokens that each row may run. ``ran``:
+    steps in it; ``wished``: steps that wanted it before it was recorded.
+    """
 
     slot: Tensor
     count: Tensor
     holds: tuple[int, bytes] | None = None
     replay: Callable[[], Outcome] | None = None
     ran: int = 0
+    wished: int = 0
 
 
 Body = Callable[["PlanRows", "StepBatch", HiddenTaps | None, bool], Outcome]
@@ -145,28 +164,38 @@ class RecordedSteps:
         if stage is None:
             slot, count = rows.slot.new_empty((2, kind.rows)).unbind(0)
             stage = self._stages[kind] = _Stage(slot, count)
+        if stage.replay is None:
+            stage.wished += 1
+            if stage.wished < WISHED:
+                kind = self._larger(kind)
+                stage = self._stages[kind]
         self._fill(stage, rows)
         assert self._drafting is not None
-        if stage.replay is None and stage.ran >= SEEN and not self._recorded(kind, stage):
+        ready = stage.ran >= SEEN or (stage.ran and stage.wished >= WISHED)
+        if stage.replay is None and ready and not self._recorded(kind, stage):
             return None
-        with self._drafting(kind.rows + kind.draft_rows, kind.propose):
+        with self._drafting(kind.lines, kind.propose):
             outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
         stage.ran += 1
         return rows, outcome.first(len(rows.array))
+
+    def _larger(self, kind: _Kind) -> _Kind:
+        """The smallest that is recorded and serves, else the same."""
+        recorded = (k for k, stage in self._stages.items() if stage.replay is not None)
+        return min((k for k in recorded if k.serves(kind)), key=lambda k: k.lines, default=kind)
 
     def _kind(self, plan: BatchPlan, rows: PlanRows) -> _Kind | None:
         """None: too large."""
         shape = self._rig.slots.shape
         count = min(tier(len(rows.array)), max(shape.slots, len(rows.array)))
         drafts = draft_tier(count, plan.draft_rows)
-        lines = count + drafts
-        if lines > MOST_ROWS or lines * shape.vocab_size * 4 > LOGITS_BYTES:
-            return None
         longest = max(self._batches.longest(rows), LEAST_LONGEST)
         pages = 1 << (-(-longest // shape.page_size) - 1).bit_length()
         longest = min(pages, self._rig.slots.pages.shape[1]) * shape.page_size
         filtered = rows.filtered and not rows.greedy
-        return _Kind(count, drafts, longest, filtered, plan.propose)
+        kind = _Kind(count, drafts, longest, filtered, plan.propose)
+        large = kind.lines > MOST_ROWS or kind.lines * shape.vocab_size * 4 > LOGITS_BYTES
+        return None if large else kind
 
     def _fill(self, stage: _Stage, rows: PlanRows) -> None:
         if stage.holds == rows.key:
