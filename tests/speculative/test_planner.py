@@ -301,6 +301,32 @@ def test_time_is_compared_with_the_table():
     pace.landed(999, 5.0, 4.0)
 
 
+def test_how_kinds_differ_at_a_load_is_remembered():
+    """The table has steps with drafts of sixteen requests at half of what they take."""
+    pace, now, step = Pace(), 0.0, 0
+
+    def steps(count, drafting, seconds):
+        nonlocal now, step
+        for _ in range(count):
+            step += 1
+            pace.expect(step, now, 0.01, drafting)
+            before, now = now, now + seconds
+            pace.landed(step, now, before)
+
+    pace.another_load(16)
+    steps(20, True, 0.02)
+    steps(20, False, 0.01)
+    pace.another_load(1)
+    steps(20, False, 0.015)
+    assert pace.ratio[True] == pace.ratio[False] == pytest.approx(1.5)
+    pace.another_load(15)  # of the same sort as 16; the machine has become slower
+    assert pace.ratio[True] == pytest.approx(3.0) and pace.ratio[False] == pytest.approx(1.5)
+    steps(3, False, 0.012)
+    assert pace.ratio[True] == pytest.approx(2.4, rel=0.01)
+    pace.another_load(64)
+    assert pace.ratio[True] == pace.ratio[False]
+
+
 def test_answers_that_were_taken_late_say_nothing_of_the_device():
     """The last step of a load is taken when the next load comes: seconds later."""
     pace, now = Pace(), 0.0

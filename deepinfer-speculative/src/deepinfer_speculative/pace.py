@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final
 
@@ -29,6 +30,8 @@ class Pace:
         self._took = {kind: deque[float](maxlen=RECENT) for kind in (True, False)}
         self._ages = {True: 0, False: 0}
         self._open: dict[int, tuple[bool, float, float]] = {}
+        self._load = 0
+        self._dearer: dict[int, float] = {}  # how steps with drafting err over those without
 
     def expect(self, step: int, now: float, seconds: float, drafting: bool) -> None:
         """A step was planned; ``seconds``: by the table."""
@@ -49,18 +52,26 @@ class Pace:
         other = not drafting
         self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
         if not self._took[other]:
-            self.ratio[other] = self.ratio[drafting]  # the best guess until it is seen
-        elif self._ages[other] > STALE:
+            self._guess(other)
+        elif self._ages[other] <= STALE:
+            self._dearer[self._load] = self.ratio[True] / max(self.ratio[False], 1e-9)
+        else:
             self.ratio[other] *= self.ratio[drafting] / old
             self._took[other].clear()  # of another time
             self._took[other].append(self.ratio[other])
 
-    def another_load(self) -> None:
+    def another_load(self, requests: int) -> None:
         """What was seen says how the table errs at one load; at another only how fast the machine
-        is: both ratios are the one that was seen last, until they are seen here.
+        is: both ratios are the one that was seen last, until they are seen here. How the two
+        differed when they were last seen at such a load is remembered.
         """
-        last = min(self._ages, key=lambda kind: self._ages[kind])
+        self._load = round(2 * math.log2(max(requests, 1)))
+        self._guess(not min(self._ages, key=lambda kind: self._ages[kind]))
         for kind, took in self._took.items():
-            self.ratio[kind] = self.ratio[last]
             self._ages[kind] = 0
             took.clear()
+
+    def _guess(self, kind: bool) -> None:
+        """Of a kind that was not seen at this load, from the other."""
+        dearer = self._dearer.get(self._load, 1.0)
+        self.ratio[kind] = self.ratio[not kind] * (dearer if kind else 1.0 / dearer)

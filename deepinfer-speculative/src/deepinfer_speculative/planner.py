@@ -231,7 +231,7 @@ class Planner:
     def _weighed(self, prospect: _Prospect, requests: int) -> bool:
         """The same as times are of late."""
         if self._changed(requests):
-            self._pace.another_load()
+            self._pace.another_load(requests)
         drafted, plain = (max(self._pace.ratio[kind], 1e-9) for kind in (True, False))
         plain *= prospect.plain
         dear = int(TRIAL * max(prospect.trial * drafted / plain - 1.0, 0.0) / PRICE)

@@ -41,7 +41,7 @@ LOGITS_BYTES = 128 << 20
 """Logits of the largest graph."""
 SEEN, WISHED = 8, 64
 """Steps of a kind before it is recorded: if no other graph does, and if a larger one did."""
-SMALL = 64
+SMALL = 128
 """Lines of a graph that any smaller step may run in; else it has at most twice the step's own."""
 LEAST_LONGEST = 1024
 """Shorter texts have the graphs of texts so long: what they would save is nothing."""
@@ -92,12 +92,12 @@ class _Kind(NamedTuple):
 
     def serves(self, kind: _Kind) -> bool:
         """Whether a step of that kind may run in this graph too."""
+        if (self.filtered, self.propose) != (kind.filtered, kind.propose):
+            return False
         fits = self.rows >= kind.rows and self.draft_rows >= kind.draft_rows
-        same = (self.filtered, self.propose, self.draft_rows > 0) == (
-            kind.filtered, kind.propose, kind.draft_rows > 0,
-        )  # fmt: skip
+        drafts = kind.draft_rows > 0 or kind.propose or not self.draft_rows
         near = self.lines <= max(2 * kind.lines, SMALL)
-        return fits and same and near and self.longest >= kind.longest
+        return fits and drafts and near and self.longest >= kind.longest
 
 
 @dataclass(slots=True)
