@@ -15,6 +15,10 @@ LONGEST: Final = 64
 STALE: Final = 32
 """Steps after which a ratio that was not seen goes along with the other: what slows a machine slows
 both kinds of steps, and how they differ was learnt when both were fresh."""
+KNOWN: Final = 5
+"""Steps of each kind at a load that show how they differ there."""
+DEAREST: Final = 4.0
+"""They do not differ by more."""
 
 
 class Pace:
@@ -54,11 +58,17 @@ class Pace:
         if not self._took[other]:
             self._guess(other)
         elif self._ages[other] <= STALE:
-            self._dearer[self._load] = self.ratio[True] / max(self.ratio[False], 1e-9)
+            if min(map(len, self._took.values())) >= KNOWN:
+                dearer = self.ratio[True] / max(self.ratio[False], 1e-9)
+                self._dearer[self._load] = min(max(dearer, 1.0 / DEAREST), DEAREST)
         else:
             self.ratio[other] *= self.ratio[drafting] / old
             self._took[other].clear()  # of another time
             self._took[other].append(self.ratio[other])
+
+    def forget(self, step: int) -> None:
+        """Its answer says nothing of time."""
+        self._open.pop(step, None)
 
     def another_load(self, requests: int) -> None:
         """What was seen says how the table errs at one load; at another only how fast the machine

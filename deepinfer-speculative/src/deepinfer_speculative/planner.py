@@ -115,7 +115,10 @@ class Planner:
 
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
-        self._pace.landed(landed.out.step, landed.now, landed.before)
+        if landed.out.counts.any():
+            self._pace.landed(landed.out.step, landed.now, landed.before)
+        else:  # of texts that have ended: nobody hurries to take it
+            self._pace.forget(landed.out.step)
         if self._paused:
             self._outlook.clear()
         else:
