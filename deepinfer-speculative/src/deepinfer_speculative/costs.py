@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,17 +86,38 @@ class CostTable:
     plain: CostCurve
     verify: CostCurve
     draft: CostCurve
+    _looked: list[tuple[Floats, Floats, Floats]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def steps(self, tokens: int, drafts: int, requests: int, propose: bool) -> Floats:
         """Seconds of steps with ``tokens`` other rows and 0 … ``drafts`` draft rows."""
-        sizes = np.arange(tokens, tokens + drafts + 1)
-        seconds = self.verify(sizes)
-        seconds[:1] = self.plain(sizes[:1])
-        return seconds + (float(self.draft(np.array(requests))) if propose else 0.0)
+        plain, verify, draft = self._dense(max(tokens + drafts, requests))
+        seconds = verify[tokens : tokens + drafts + 1].copy()
+        seconds[0] = plain[tokens]
+        if propose:
+            seconds += draft[requests]
+        return seconds
+
+    def plain_of(self, rows: int) -> float:
+        """Seconds of a step of so many rows without drafts."""
+        return float(self._dense(rows)[0][rows])
+
+    def draft_of(self, requests: int) -> float:
+        """Seconds that drafting for so many requests takes."""
+        return float(self._dense(requests)[2][requests])
+
+    def _dense(self, most: int) -> tuple[Floats, Floats, Floats]:
+        """The curves at 0 … ``most`` and some more: asked for every step, they are looked up."""
+        if not self._looked or len(self._looked[0][0]) <= most:
+            sizes = np.arange(1 << max(9, (2 * most).bit_length()))
+            self._looked[:] = [(self.plain(sizes), self.verify(sizes), self.draft(sizes))]
+        return self._looked[0]
 
     def to_json(self) -> dict[str, Any]:
         """Numbers and lists."""
-        return {"version": VERSION, **asdict(self)}
+        curves = {name: asdict(getattr(self, name)) for name in ("plain", "verify", "draft")}
+        return {"version": VERSION, **curves}
 
     @classmethod
     def from_json(cls, said: Any) -> CostTable:

@@ -37,7 +37,10 @@ class Outlook:
     def __init__(self, gamma: int, exact: bool) -> None:
         self.gamma = gamma
         self._exact = exact
+        self._position = np.arange(gamma)
         self._blocks: dict[int, deque[Floats]] = {}
+        self._drafted: dict[int, int] = {}
+        self._usual: Floats | None = None
         self._stood = np.full(gamma, DOUBT)
         self._said = np.full(gamma, DOUBT)
         self._mean = np.cumprod(np.full(gamma, 0.7))
@@ -51,42 +54,48 @@ class Outlook:
             return
         if out.verified is not None and landed.decodes:
             self._learn(landed, out.verified[: landed.decodes])
-        emitted = out.counts > 0
         said: Floats = np.ones((len(out.counts), self.gamma))
         if out.confidence is not None:
-            sure = np.nan_to_num(out.confidence.astype(np.float64))
-            said = np.cumprod(sure, axis=1).astype(np.float64)
+            said = out.confidence.astype(np.float64)
+            said[~(said >= 0.0)] = 0.0  # NaN, too
+            said.cumprod(axis=1, out=said)
         if out.drafted is not None:
-            said[np.arange(self.gamma) >= out.drafted[:, None]] = 0.0
-        for i in np.flatnonzero(emitted).tolist():
-            self._blocks.setdefault(landed.generations[i], deque(maxlen=2)).append(said[i])
+            said[self._position >= out.drafted[:, None]] = 0.0
+        drafted = (said > 0).sum(1).tolist()
+        for i in out.counts.nonzero()[0].tolist():
+            generation = landed.generations[i]
+            self._blocks.setdefault(generation, deque(maxlen=2)).append(said[i])
+            self._drafted[generation] = drafted[i]
 
     def clear(self) -> None:
         """Nothing is drafted now, so nothing is known of any request when it is again."""
         self._blocks.clear()
+        self._drafted.clear()
 
     def _learn(self, landed: DraftsLanded, verified: NDArray[np.int32]) -> None:
         """The newest block of each request is the one whose drafts this step ran."""
-        position = np.arange(self.gamma)
-        stood, said, whole = np.zeros((3, self.gamma))
-        seen = self.seen
-        for i in np.flatnonzero(verified > 0).tolist():
+        counts = landed.out.counts[: len(verified)]
+        rows, newest = [], []
+        for i in ((verified > 0) & (counts > 0)).nonzero()[0].tolist():
             blocks = self._blocks.get(landed.generations[i])
-            count = int(landed.out.counts[i])
-            if not blocks or not count:
-                continue
-            ran = position < verified[i]
-            stood += ran & (position < count - 1)
-            said += np.where(ran, blocks[-1], 0.0)
-            whole += blocks[-1]
-            self.seen += 1
+            if blocks:
+                rows.append(i)
+                newest.append(blocks[-1])
+        if not rows:
+            return
+        blocks_said, seen = np.array(newest), len(rows)
+        ran = self._position < verified[rows, None]
+        stood = (ran & (self._position < counts[rows, None] - 1)).sum(0)
+        said = (blocks_said * ran).sum(0)
+        whole = blocks_said.sum(0)
+        self.seen += seen
+        self._usual = None
         if said.any():
-            blocks_seen = self.seen - seen
-            left = DECAY**blocks_seen
+            left = DECAY**seen
             self._stood = DOUBT + left * (self._stood - DOUBT) + stood
             self._said = DOUBT + left * (self._said - DOUBT) + said
-            self._weight = left * self._weight + blocks_seen
-            self._mean += (whole - blocks_seen * self._mean) / self._weight
+            self._weight = left * self._weight + seen
+            self._mean += (whole - seen * self._mean) / self._weight
 
     @property
     def factor(self) -> Floats:
@@ -99,33 +108,29 @@ class Outlook:
 
         A request of which no block has arrived counts as what is usual of late.
         """
-        found = self.usual(len(requests))
-        known = np.zeros(len(requests), bool)
+        found, factor = self.usual(len(requests)), self.factor
         for i, r in enumerate(requests):
             blocks = self._blocks.get(r.generation)
             live = not self._exact and r.rows_ahead == 0
             if blocks and len(blocks) > live:
-                found[i], known[i] = blocks[-1 - live], True
-        scaled = np.where(known[:, None], found * self.factor, found)
-        result: Floats = np.minimum.accumulate(np.minimum(scaled, 1.0), axis=1)
+                found[i] = blocks[-1 - live] * factor
+        result: Floats = np.minimum.accumulate(np.minimum(found, 1.0), axis=1)
         return result
 
     def drafted(self, requests: Sequence[DraftView]) -> NDArray[np.int64]:
         """int64[R]: how many drafts each had when last seen; γ where nothing was seen."""
-        found = np.full(len(requests), self.gamma, np.int64)
-        for i, r in enumerate(requests):
-            blocks = self._blocks.get(r.generation)
-            if blocks:
-                found[i] = int((blocks[-1] > 0).sum())
-        return found
+        return np.array([self._drafted.get(r.generation, self.gamma) for r in requests], np.int64)
 
     def usual(self, requests: int) -> Floats:
         """The same for requests of which nothing is known: what is usual of late."""
-        usual = np.clip(self.factor * self._mean, 0.0, 1.0)
-        return np.tile(np.minimum.accumulate(usual), (requests, 1))
+        if self._usual is None:
+            usual = np.clip(self.factor * self._mean, 0.0, 1.0)
+            self._usual = np.minimum.accumulate(usual)
+        return np.repeat(self._usual[None], requests, 0)
 
     def forget(self, requests: Sequence[DraftView]) -> None:
         """Keep only what is known of these."""
         if len(self._blocks) > 2 * len(requests) + 64:
             running = {r.generation for r in requests}
             self._blocks = {g: b for g, b in self._blocks.items() if g in running}
+            self._drafted = {g: n for g, n in self._drafted.items() if g in running}

@@ -81,8 +81,7 @@ class Planner:
         self._outlook = Outlook(context.draft_len, context.acceptance == "exact")
         self._pace = Pace()
         self._table = None if context.mode == "static" else _table(context)
-        self._plains: dict[int, float] = {}  # by requests, as the next
-        self._prospects: dict[int, _Prospect] = {}
+        self._prospects: dict[int, _Prospect] = {}  # by requests
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
         self._drafting = True
         self._wait = FIRST_WAIT
@@ -154,9 +153,8 @@ class Planner:
             self._since += 1
             back = False
         if not facts.prefill_tokens:
-            if count not in self._plains:
-                self._plains[count] = float(self._table.plain(np.array(count)))
-            seconds = self._plains[count] + (self._drafting_takes(requests) if back else 0.0)
+            seconds = self._table.plain_of(count)
+            seconds += self._table.draft_of(requests) if back else 0.0
             self._pace.expect(facts.step, facts.now, seconds, back)
         return DraftChoice(0, propose=back, hold=hold)
 
@@ -172,10 +170,6 @@ class Planner:
             self._prospects.clear()
         return back
 
-    def _drafting_takes(self, requests: int) -> float:
-        assert self._table is not None
-        return float(self._table.draft(np.array(requests)))
-
     def _changed(self, requests: int) -> bool:
         return abs(requests - self._load) > 0.25 * self._load
 
@@ -184,17 +178,18 @@ class Planner:
     ) -> DraftChoice:
         if self._table is None:
             return DraftChoice(everything)
-        survival = self._outlook.survival(facts.decoding)
-        gains = ranked(survival, eligible)[: facts.room]
-        requests = len(facts.decoding) + facts.emitting
-        propose = self._mode == "cap" or self._pays(survival, eligible, facts)
-        tokens = len(facts.decoding) + facts.prefill_tokens
+        decoding = len(facts.decoding)
+        every = ranked(self._outlook.survival(facts.decoding), eligible)
+        gains = every[: facts.room]
+        requests = decoding + facts.emitting
+        propose = self._mode == "cap" or self._pays(every, facts)
+        tokens = decoding + facts.prefill_tokens
         seconds = self._table.steps(tokens, len(gains), requests, propose)
         seconds *= self._pace.ratio[True]
-        rate = throughput(gains, len(facts.decoding) + facts.emitting, np.maximum(seconds, 1e-9))
+        rate = throughput(gains, requests, np.maximum(seconds, 1e-9))
         rows = causal_rows(rate) if self._causal else best_rows(rate, self._min_gain)
         if self._trial and self._drafting and self._mode == "adaptive":
-            few = -(-len(facts.decoding) // 4)
+            few = -(-decoding // 4)
             rows = max(rows, min(len(gains), few))  # a trial has to show something
         if not self._proposed:
             rows = 0  # there are none
@@ -206,19 +201,20 @@ class Planner:
             self._pace.expect(facts.step, facts.now, float(plain), drafting)
         return DraftChoice(rows, propose=propose)
 
-    def _pays(self, survival: Floats, eligible: NDArray[np.int64], facts: DraftFacts) -> bool:
-        """Whether the next step should have drafts, at the load that it will have."""
+    def _pays(self, gains: Floats, facts: DraftFacts) -> bool:
+        """Whether the next step should have drafts, at the load that it will have; ``gains``: what
+        the drafts that there may be now promise.
+        """
         assert self._table is not None
         requests = len(facts.decoding) + facts.emitting
         if not requests:
             return self._drafting
-        if self._drafting and self._outlook.seen:
-            gains = ranked(survival, eligible)
-            fresh = self._outlook.usual(facts.emitting)
-        else:
-            gains = np.zeros(0)
-            fresh = self._outlook.usual(requests)
-        gains = np.sort(np.concatenate((gains, fresh.ravel())))[::-1]
+        fresh = facts.emitting
+        if not (self._drafting and self._outlook.seen):
+            gains, fresh = gains[:0], requests
+        if fresh:
+            usual = self._outlook.usual(fresh).ravel()
+            gains = np.sort(np.concatenate((gains, usual)))[::-1]
         return self._weighed(self._prospect(gains, requests), requests)
 
     def _prospect(self, gains: Floats, requests: int) -> _Prospect:
@@ -227,7 +223,7 @@ class Planner:
         drafted = np.maximum(self._table.steps(requests, len(gains), requests, True), 1e-9)
         return _Prospect(
             rate=float(throughput(gains, requests, drafted).max()),
-            plain=max(float(self._table.plain(np.array(requests))), 1e-9),
+            plain=max(self._table.plain_of(requests), 1e-9),
             trial=float(drafted[min(-(-requests // 4), len(drafted) - 1)]),
         )
 
