@@ -117,6 +117,14 @@ def test_without_memory_for_graphs_steps_are_launched(model, recording, caplog):
     assert sum("launched kernel by kernel" in line for line in caplog.messages) == 1
 
 
+def test_there_are_only_so_many_graphs(model, monkeypatch, recording):
+    want = said(model, *asked(23))
+    counts = recording()
+    monkeypatch.setattr(recorded, "MOST_GRAPHS", 1)
+    assert said(model, *asked(23)) == want
+    assert counts["recorded"] == 1 and counts["replays"] > 3
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_memory_that_runs_out_in_a_whole_step(model, monkeypatch, moved, recording):
     """Before the table has moved on the step runs again, in halves; afterwards it cannot."""

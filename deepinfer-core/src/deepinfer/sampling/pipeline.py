@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from deepinfer.ops.table import OpSet
 
 
+NEUTRAL = (0.0, 0.0, 1.0)
+"""Penalties of who uses none: presence, frequency, repetition."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bias:
     """``row``, ``ids`` int64[k], ``values`` float32[k]."""
@@ -228,6 +232,17 @@ def gather_stages(params: Sequence[RowParams], vocab: int, device: torch.device)
     )
 
 
+def uses_stage(p: RowParams) -> bool:
+    """Whether :func:`gather_stages` finds anything in it."""
+    return bool(
+        p.logit_bias
+        or p.allowed_token_ids is not None
+        or (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != NEUTRAL
+        or any(p.bad_words)
+        or (p.stop_ids and p.min_len > p.prompt_len)
+    )
+
+
 def _bias(params: Sequence[RowParams], device: torch.device) -> Bias | None:
     found = [(r, i, v) for r, p in enumerate(params) for i, v in p.logit_bias]
     if not found:
@@ -253,7 +268,7 @@ def _allowed(params: Sequence[RowParams], vocab: int, device: torch.device) -> A
 
 def _penalties(params: Sequence[RowParams], device: torch.device) -> Penalties | None:
     values = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
-    users = [r for r, three in enumerate(values) if three != (0.0, 0.0, 1.0)]
+    users = [r for r, three in enumerate(values) if three != NEUTRAL]
     if not users:
         return None
     table = to_device(torch.tensor(values, dtype=torch.float32).t().contiguous(), device)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from deepinfer.api.kv import KVSpec
-    from deepinfer.api.plan import BatchPlan
+    from deepinfer.api.plan import BatchPlan, RowParams
     from deepinfer.api.speculative import Drafter
     from deepinfer.ops.table import OpSet
     from deepinfer.worker.slots import SlotTable
@@ -152,7 +152,7 @@ class BatchBuilder:
         rows = self.rows(plan)
         length = self._slots.length[rows.slot]
         layout = self._token_layout(plan, rows, length)
-        return self._batch(rows, layout, length, self.longest(rows))
+        return self._batch(rows, layout, length, self.longest(rows.array))
 
     def standing(self, rows: PlanRows, draft_rows: int, longest: int) -> StepBatch:
         """The batch of :func:`decoding_rows`, from the device's tables alone; ``longest``: no text
@@ -165,9 +165,9 @@ class BatchBuilder:
         layout = self._make_layout(rows, lengths, draft_rows)
         return self._batch(rows, layout, length, longest)
 
-    def longest(self, rows: PlanRows) -> int:
+    def longest(self, array: NDArray[np.int32]) -> int:
         """No text of these rows is longer after the steps so far; at least 1."""
-        return int(self._slots.bound[rows.array[:, 0]].max(initial=1))
+        return int(self._slots.bound[array[:, 0]].max(initial=1))
 
     def _batch(
         self, rows: PlanRows, layout: TokenLayout, length: Tensor, longest: int
@@ -374,8 +374,8 @@ def _plan_rows(
         emit_row=emit_row,
         emit_slot=table[0][emit_row],
         stages=gather_stages(params, slots.shape.vocab_size, slots.device),
-        filtered=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
-        greedy=all(p.temperature < COLD for p in params),
+        filtered=any(map(filters, params)),
+        greedy=all(map(is_greedy, params)),
         scored=scored,
         scored_row=to_device(torch.from_numpy(scored), slots.device),
         wanted=logprobs[scored],
@@ -383,6 +383,16 @@ def _plan_rows(
         below=to_device(torch.from_numpy(below), slots.device) if below.any() else None,
         dropped=int(below.sum()),
     )
+
+
+def filters(params: RowParams) -> bool:
+    """It has a top_k, top_p or min_p."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def is_greedy(params: RowParams) -> bool:
+    """It draws the best id."""
+    return params.temperature < COLD
 
 
 def decoding_rows(slot: Tensor, count: Tensor, slots: SlotTable, *, filtered: bool) -> PlanRows:

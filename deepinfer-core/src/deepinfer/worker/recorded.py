@@ -19,15 +19,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from deepinfer.api.plan import DECODE
 from deepinfer.errors import PluginError
+from deepinfer.sampling.pipeline import uses_stage
 from deepinfer.sampling.verify import EqualityVerifier
-from deepinfer.worker.batch import decoding_rows
+from deepinfer.worker.batch import decoding_rows, filters, is_greedy
 from deepinfer.worker.drafting import HiddenTaps
 from deepinfer.worker.output import pack
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from deepinfer.api.plan import BatchPlan
     from deepinfer.api.speculative import Drafts
     from deepinfer.worker.batch import BatchBuilder, PlanRows, StepBatch
@@ -43,6 +49,8 @@ SEEN, WISHED = 8, 64
 """Steps of a kind before it is recorded: if no other graph does, and if a larger one did."""
 SMALL = 128
 """Lines of a graph that any smaller step may run in; else it has at most twice the step's own."""
+MOST_GRAPHS = 128
+"""Each takes some megabytes of the device; kinds that come later are launched."""
 LEAST_LONGEST = 1024
 """Shorter texts have the graphs of texts so long: what they would save is nothing."""
 
@@ -100,14 +108,28 @@ class _Kind(NamedTuple):
         return fits and drafts and near and self.longest >= kind.longest
 
 
-@dataclass(slots=True)
-class _Stage:
-    """A graph's standing inputs: slot int64[rows], and the tokens that each row may run. ``ran``:
-    steps in it; ``wished``: steps that wanted it before it was recorded.
+@dataclass(frozen=True, slots=True)
+class PlainRows:
+    """Rows that all decode, emit and ask for nothing but a draw, as the host knows them: what an
+    answer needs of :class:`~deepinfer.worker.batch.PlanRows`. ``filtered``: somebody who samples
+    has a top_k, top_p or min_p.
     """
 
-    slot: Tensor
-    count: Tensor
+    key: tuple[int, bytes]
+    array: NDArray[np.int32]
+    emit: NDArray[np.int64]
+    scored: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    filtered: bool
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A graph's standing inputs int64[2, rows]: slots, and the tokens that each row may run.
+    ``ran``: steps in it; ``wished``: steps that wanted it before it was recorded.
+    """
+
+    inputs: Tensor
     holds: tuple[int, bytes] | None = None
     replay: Callable[[], Outcome] | None = None
     ran: int = 0
@@ -139,6 +161,7 @@ class RecordedSteps:
         if not plain or self._drafting is None or not isinstance(rig.verifier, EqualityVerifier):
             self._record = None
         self._stages: dict[_Kind, _Stage] = {}
+        self._last: tuple[tuple[int, bytes], PlainRows | None] = ((-1, b""), None)
 
     @property
     def warm(self) -> int:
@@ -150,20 +173,18 @@ class RecordedSteps:
         self._stages.clear()
         self._record = None
 
-    def run(self, plan: BatchPlan) -> tuple[PlanRows, Outcome] | None:
+    def run(self, plan: BatchPlan) -> tuple[PlainRows, Outcome] | None:
         """A plan that the slot table has seen; None: run it launch by launch."""
         if self._record is None or plan.constrained or plan.keep >= 0:
             return None
-        rows = self._batches.rows(plan)
-        if not rows.plain or rows.stages.any or len(rows.scored):
-            return None
-        kind = self._kind(plan, rows)
-        if kind is None:
+        rows = self._plain(plan)
+        kind = None if rows is None else self._kind(plan, rows)
+        if rows is None or kind is None:
             return None
         stage = self._stages.get(kind)
         if stage is None:
-            slot, count = rows.slot.new_empty((2, kind.rows)).unbind(0)
-            stage = self._stages[kind] = _Stage(slot, count)
+            length = self._rig.slots.length
+            stage = self._stages[kind] = _Stage(length.new_empty((2, kind.rows)))
         if stage.replay is None:
             stage.wished += 1
             if stage.wished < WISHED:
@@ -172,7 +193,8 @@ class RecordedSteps:
         self._fill(stage, rows)
         assert self._drafting is not None
         ready = stage.ran >= SEEN or (stage.ran and stage.wished >= WISHED)
-        if stage.replay is None and ready and not self._recorded(kind, stage):
+        ready = stage.replay is None and ready and len(self._graphs()) < MOST_GRAPHS
+        if ready and not self._recorded(kind, stage):
             return None
         with self._drafting(kind.lines, kind.propose):
             outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
@@ -181,28 +203,50 @@ class RecordedSteps:
 
     def _larger(self, kind: _Kind) -> _Kind:
         """The smallest that is recorded and serves, else the same."""
-        recorded = (k for k, stage in self._stages.items() if stage.replay is not None)
-        return min((k for k in recorded if k.serves(kind)), key=lambda k: k.lines, default=kind)
+        served = (k for k in self._graphs() if k.serves(kind))
+        return min(served, key=lambda k: k.lines, default=kind)
 
-    def _kind(self, plan: BatchPlan, rows: PlanRows) -> _Kind | None:
+    def _graphs(self) -> list[_Kind]:
+        return [kind for kind, stage in self._stages.items() if stage.replay is not None]
+
+    def _plain(self, plan: BatchPlan) -> PlainRows | None:
+        """None: some row wants more. The last answer, if the same rows decode again."""
+        array, slots = plan.rows.array, self._rig.slots
+        key = (slots.version, array.tobytes())
+        if self._last[0] != key:
+            self._last = key, self._told(key, array)
+        return self._last[1]
+
+    def _told(self, key: tuple[int, bytes], array: NDArray[np.int32]) -> PlainRows | None:
+        if (array[:, 1] != DECODE).any() or not array[:, 3].all() or not len(array):
+            return None
+        params = self._rig.slots.params_of(array[:, 0].tolist())
+        if any(uses_stage(p) or p.logprobs >= 0 for p in params):
+            return None
+        none = np.zeros(0, np.int64)
+        filtered = any(filters(p) for p in params) and not all(is_greedy(p) for p in params)
+        return PlainRows(key, array, np.arange(len(array)), none, none, filtered)
+
+    def _kind(self, plan: BatchPlan, rows: PlainRows) -> _Kind | None:
         """None: too large."""
         shape = self._rig.slots.shape
         count = min(tier(len(rows.array)), max(shape.slots, len(rows.array)))
         drafts = draft_tier(count, plan.draft_rows)
-        longest = max(self._batches.longest(rows), LEAST_LONGEST)
+        longest = max(self._batches.longest(rows.array), LEAST_LONGEST)
         pages = 1 << (-(-longest // shape.page_size) - 1).bit_length()
         longest = min(pages, self._rig.slots.pages.shape[1]) * shape.page_size
-        filtered = rows.filtered and not rows.greedy
-        kind = _Kind(count, drafts, longest, filtered, plan.propose)
+        kind = _Kind(count, drafts, longest, rows.filtered, plan.propose)
         large = kind.lines > MOST_ROWS or kind.lines * shape.vocab_size * 4 > LOGITS_BYTES
         return None if large else kind
 
-    def _fill(self, stage: _Stage, rows: PlanRows) -> None:
+    def _fill(self, stage: _Stage, rows: PlainRows) -> None:
         if stage.holds == rows.key:
             return
-        mine = len(rows.array)
-        stage.slot[:mine], stage.count[:mine] = rows.slot, rows.count
-        stage.slot[mine:], stage.count[mine:] = self._rig.slots.nobody, 1
+        inputs = np.ones(stage.inputs.shape, np.int64)
+        inputs[0] = self._rig.slots.nobody
+        inputs[:, : len(rows.array)] = rows.array[:, [0, 2]].T
+        host = torch.from_numpy(inputs)
+        stage.inputs.copy_(host if host.device == stage.inputs.device else host.pin_memory(), True)
         stage.holds = rows.key
 
     def _recorded(self, kind: _Kind, stage: _Stage) -> bool:
@@ -220,7 +264,8 @@ class RecordedSteps:
 
     def _step(self, kind: _Kind, stage: _Stage) -> Outcome:
         rig = self._rig
-        rows = decoding_rows(stage.slot, stage.count, rig.slots, filtered=kind.filtered)
+        slot, count = stage.inputs.unbind(0)
+        rows = decoding_rows(slot, count, rig.slots, filtered=kind.filtered)
         with rig.slots.no_longer_than(kind.longest):
             step = self._batches.standing(rows, kind.draft_rows, kind.longest)
             taps = None

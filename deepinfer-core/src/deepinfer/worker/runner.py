@@ -27,7 +27,7 @@ from deepinfer.worker.batch import BatchBuilder, StepBatch
 from deepinfer.worker.drafting import HiddenTaps
 from deepinfer.worker.images import SlotImages
 from deepinfer.worker.output import PromptScores, Scores, StepFuture, StepResult
-from deepinfer.worker.recorded import Outcome, RecordedSteps
+from deepinfer.worker.recorded import Outcome, PlainRows, RecordedSteps
 from deepinfer.worker.shortage import Shortage
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class _OpenStep:
 class _RanStep(NamedTuple):
     """A step that ran whole in its first half."""
 
-    rows: PlanRows
+    rows: PlainRows
     outcome: Outcome
     seconds: float
 
@@ -207,7 +207,7 @@ class ModelRunner:
         outcome = Outcome(tokens, counts, faults, drafts, work.verified)
         return self._future(step, batch.rows, outcome, scores, work.prompt, work.seconds + took)
 
-    def _at_once(self, plan: BatchPlan) -> tuple[PlanRows, Outcome] | None:
+    def _at_once(self, plan: BatchPlan) -> tuple[PlainRows, Outcome] | None:
         """The whole step, draw and all, if it is one of those that run as a graph."""
         if self._recorder is not None:
             return None
@@ -244,7 +244,7 @@ class ModelRunner:
     def _future(
         self,
         step: int,
-        rows: PlanRows,
+        rows: PlanRows | PlainRows,
         outcome: Outcome,
         scores: Scores | None,
         prompt: tuple[PromptScores, ...],

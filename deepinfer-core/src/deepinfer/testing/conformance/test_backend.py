@@ -158,3 +158,30 @@ def test_capture_computes_the_same(kit: Kit, dtype: str) -> None:
         got, want = captured().clone(), fn()
         kit.device.synchronize()
         assert torch.equal(got, want)
+
+
+def test_record_runs_nothing_and_its_replay_everything(kit: Kit, dtype: str) -> None:
+    """What a function changes changes once for each replay, and never while it is recorded."""
+    record = getattr(kit.device, "record", None)
+    if record is None:
+        pytest.skip("the device does not record")
+    run = kit.run(dtype)
+    x = run.place(run.draw.normal(8, 32))
+    weight = run.weight(run.draw.normal(32), "rms_norm")
+    times = torch.zeros(8, dtype=torch.int64, device=kit.device.torch_device)
+
+    def fn() -> Any:
+        times.add_(1)
+        return run.ops.rms_norm(x, weight, 1e-5), times * 2
+
+    fn()
+    replay = record(fn)
+    kit.device.synchronize()
+    assert times.tolist() == [1] * 8
+    for turn in (2, 3, 4):
+        x.mul_(2.0)
+        got, doubled = (part.clone() for part in replay())
+        want = run.ops.rms_norm(x, weight, 1e-5)
+        kit.device.synchronize()
+        assert torch.equal(got, want)
+        assert times.tolist() == [turn] * 8 and doubled.tolist() == [2 * turn] * 8
