@@ -99,7 +99,7 @@ class DSparkDrafter(BlockDrafter):
         waits = not propose and tokens <= self._waiting.most
         if tokens and not (waits and self._waiting.fits(tokens)):
             self.settle(self._kv)
-        self._recorded = waits
+        self._recorded = not propose
         try:
             yield
         finally:
@@ -115,7 +115,7 @@ class DSparkDrafter(BlockDrafter):
         """
         hidden, positions = [taps.hidden[layer] for layer in self.taps], taps.batch.positions
         if self._recorded is not None:
-            if self._recorded:
+            if self._recorded and len(slots) <= self._waiting.most:
                 self._waiting.append(hidden, positions, slots)
             else:
                 self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
