@@ -10,6 +10,7 @@ from deepinfer.errors import ConfigError, ModelLoadError, UnsupportedError
 from deepinfer.ops.table import OpSet
 from deepinfer.testing.tiny import write_tiny_checkpoint
 from deepinfer_speculative.dspark.backbone import merge
+from deepinfer_speculative.dspark.base import _Heads
 from deepinfer_speculative.dspark.config import check_target, read_config
 from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
 from deepinfer_speculative.dspark.save import save_draft
@@ -229,3 +230,21 @@ def test_attention_in_two_parts_is_attention(context, block, seed):
 
     parts = [attend(k[s], v[s]) for s in (slice(0, context), slice(context, None))]
     assert torch.allclose(merge(*parts[0], *parts[1]), attend(k, v)[0], atol=1e-5)
+
+
+def test_heads_run_as_far_as_drafts_are_verified():
+    """Four requests, whose first drafts are all verified and whose deeper ones hardly ever."""
+    heads = _Heads(5)
+    assert [heads.next() for _ in range(40)] == [5] * 40, "nothing is known where nobody looks"
+    made = []
+    for _ in range(200):
+        made.append(heads.next())
+        heads.verified([min(count, made[-1]) for count in (5, 2, 2, 1)])
+    assert made[0] == 5 and set(made[64:]) == {2, 3} and made[64:].count(3) * 12 < 136
+    for _ in range(600):
+        heads.verified([heads.next()] * 4)
+    assert heads.next() == 5, "deeper ones are tried now and then"
+    for _ in range(100):
+        heads.next()
+        heads.verified([0])
+    assert heads.next() == 1

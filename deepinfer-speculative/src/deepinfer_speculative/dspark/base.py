@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 MEMORY: Final = 32
 """Steps that "of late" means."""
+WORTH: Final = 0.4
+"""A head runs while so many of the requests have verified what it drafts, of late: it reads the
+vocabulary's weights for all of them."""
+EXPLORE: Final = 16
+"""Drafts after which one head more is tried."""
 
 
 class StateDrafter(ABC):
@@ -146,7 +151,7 @@ class BlockDrafter(StateDrafter):
     ) -> None:
         super().__init__(context, target, context.draft_length(block), temperatures)
         self._model = model
-        self._lengths: deque[int] = deque((self.draft_len,), maxlen=MEMORY)
+        self._heads = _Heads(self.draft_len)
         self._candidates = take(context.options, "draft_candidates", int, 0, least=0)
         if self._candidates and not model.config.rank:
             raise ConfigError(
@@ -172,7 +177,7 @@ class BlockDrafter(StateDrafter):
         if won.device.type == "cpu" and len(won) and view is not None:  # looking costs nothing here
             left = view.limit[slots] - view.length[slots] - 1
             if int(left.max()) >= self.draft_len:  # else texts end, and that says nothing
-                self._lengths.append(min(int(won.max()) + 1, self.draft_len))
+                self._heads.verified(won.tolist())
         return won
 
     def commit(self, taps: StepTaps | None, kept: Tensor) -> None:
@@ -185,12 +190,12 @@ class BlockDrafter(StateDrafter):
     def propose(self, anchors: Tensor, slots: Tensor) -> Drafts:
         """int64[R, γ] with calibrated confidences.
 
-        Heads run for one draft more than any request has verified of late, all others are none.
+        Heads run as far as drafts are verified of late, all others are none.
         """
         if not len(slots):
             return Drafts(anchors.new_zeros((0, self.draft_len)), None)
         assert self._slots is not None and self._kv is not None, "bind comes first"
-        view, gamma = self._slots, max(self._lengths)
+        view, gamma = self._slots, self._heads.next()
         self.settle(self._kv)
         ids, confidence = self._made(anchors, slots, view, gamma)
         if short := self.draft_len - gamma:
@@ -222,3 +227,32 @@ class BlockDrafter(StateDrafter):
         if z is None:
             return ids, None
         return ids, self._temperatures.confidence(z, view.temperature[slots])
+
+
+class _Heads:
+    """How many heads of a block run: all, until it is known what is verified of their drafts."""
+
+    def __init__(self, draft_len: int) -> None:
+        self._shares = [deque((1.0,), maxlen=MEMORY) for _ in range(draft_len)]
+        self._made, self._turn = draft_len, 0
+        self._known = False
+
+    def verified(self, counts: list[int]) -> None:
+        """Of the last drafts so many of each request are verified."""
+        self._known = True
+        for depth, shares in enumerate(self._shares[: self._made]):
+            shares.append(sum(count > depth for count in counts) / len(counts))
+
+    def next(self) -> int:
+        """For the next drafts."""
+        if not self._known:
+            return self._made
+        worth = 0
+        for shares in self._shares:
+            if sum(shares) < WORTH * len(shares):
+                break
+            worth += 1
+        self._turn += 1
+        more = worth + (self._turn % EXPLORE == 0)
+        self._made = min(max(more, 1), len(self._shares))
+        return self._made
