@@ -122,3 +122,19 @@ def recording(monkeypatch):
         return counts
 
     return install
+
+
+@pytest.fixture
+def freezing(monkeypatch):
+    """Called, it makes CPU devices record as a GPU does: see ``frozen``. Returns counts."""
+    from deepinfer.worker import recorded
+
+    def install():
+        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        import frozen
+
+        monkeypatch.setattr(recorded, "SEEN", 1)
+        monkeypatch.setattr(recorded, "WISHED", 3)
+        return frozen.install(monkeypatch)
+
+    return install

@@ -1,9 +1,13 @@
 """Steps that run whole, as a device with graphs runs them, with drafts: texts and drafts alike."""
 
 import json
+import random
 
 import pytest
 from deepinfer import SamplingParams
+from deepinfer.api.speculative import DraftChoice
+from deepinfer_speculative.dspark import drafter as dspark
+from deepinfer_speculative.dspark.base import BlockDrafter, StateDrafter
 from draft_rig import Watched, engine, ids, prompts
 from dspark_rig import pair
 
@@ -81,3 +85,54 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
     again, same, counts = rounds(recorded=True)
     assert again == texts and same == drafts and len(drafts) > 10
     assert counts["replays"] > 40
+
+
+class Moody:
+    """Chooses at random: any number of rows, pauses of a few steps, some of them not asked about.
+
+    It sees that rows that wait are where a graph puts the next behind.
+    """
+
+    def __init__(self, drafter):
+        self.rng, self.pause, self.proposed = random.Random(3), 0, True
+        self.waiting, self.pauses = drafter._waiting, 0
+
+    def choose(self, facts):
+        assert int(self.waiting._free[0]) == self.waiting.count
+        if self.pause:
+            self.pause -= 1
+            hold = self.rng.choice([0, 2]) if self.pause else 0
+            choice = DraftChoice(0, propose=not self.pause, hold=hold)
+        else:
+            self.pause = self.rng.choice([0, 0, 0, 0, self.rng.randint(1, 5)])
+            self.pauses += self.pause > 0
+            choice = DraftChoice(self.rng.randint(0, min(facts.room, 12)))
+        if not self.proposed:
+            choice = choice._replace(rows=0)
+        self.proposed = choice.propose
+        return choice
+
+    def observe(self, landed):
+        pass
+
+
+@pytest.mark.parametrize("dtype, most", [("float32", 256), ("bfloat16", 6)])
+def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog, dtype, most):
+    """Replays run no Python; whether rows wait when a graph is recorded is of no step's concern.
+
+    ``most``: rows that may wait, more than those of a step and fewer.
+    """
+    target, draft, _ = learn("dspark")
+    more = {"dtype": dtype, "max_num_seqs": 5, "backend": "reference"}
+    monkeypatch.setattr(dspark, "MANY", most)
+    with engine(target, None, **more) as llm:
+        want = ids(llm.generate(prompts(7), PARAMS))
+    counts = freezing()
+    monkeypatch.setattr(BlockDrafter, "allot", StateDrafter.allot)  # a GPU's: it looks at nothing
+    with engine(target, draft, **more) as llm:
+        runner = llm.assembly.engine.executor._host.runner
+        planner = llm.assembly.engine.scheduler.planner = Moody(runner._rig.drafter)
+        outs = [llm.generate(prompts(7), PARAMS) for _ in range(2)]
+    assert all(ids(some) == want for some in outs)
+    assert counts["recorded"] > 6 and counts["replays"] > 40 and not caplog.messages
+    assert planner.pauses > 4 and sum(out.metrics.accepted for some in outs for out in some) > 5

@@ -49,6 +49,16 @@ def test_texts_are_those_of_steps_in_halves(model, recording, backend):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_graph_needs_nothing_of_the_host(model, freezing, caplog, dtype):
+    """Replays run no Python: what changes from step to step lies on the device."""
+    how = {"backend": "reference", "dtype": dtype}
+    want = said(model, *asked(13), **how)
+    counts = freezing()
+    assert said(model, *asked(13), **how) == want
+    assert counts["recorded"] > 1 and counts["replays"] > 15 and not caplog.messages
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_short_memory_makes_room_by_preemption(model, recording, dtype):
     """Slots change hands and pages move."""
     more = {"dtype": dtype, "kv_cache_memory": "60KiB" if dtype == "float32" else "30KiB"}

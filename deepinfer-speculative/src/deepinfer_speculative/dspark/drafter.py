@@ -97,7 +97,8 @@ class DSparkDrafter(BlockDrafter):
         """Of a step that drafts, context is written at once; of others, it waits."""
         assert self._kv is not None, "bind comes first"
         waits = not propose and tokens <= self._waiting.most
-        if tokens and not (waits and self._waiting.fits(tokens)):
+        # Before it is recorded, too: what waits then would be a part of the graph.
+        if not (tokens and waits and self._waiting.fits(tokens)):
             self.settle(self._kv)
         self._recorded = not propose
         try:
