@@ -36,6 +36,8 @@ TASKS = {"gsm8k": "math", "math500": "math", "humaneval": "code", "mbpp": "code"
          "mt-bench": "chat"}  # fmt: skip
 LENGTHS = {1: 128, 4: 64, 16: 48, 64: 48}
 """New tokens of a request at each concurrency."""
+WAVES = {1: 1, 4: 3, 16: 3, 64: 2}
+"""Requests of a run, as a multiple of those at a time."""
 WARM = 16
 """New tokens of a request while a load warms up."""
 SURE, LEAD = 2, 0.9
@@ -298,28 +300,29 @@ def _say_ids(part: dict[str, Any]) -> None:
 
 
 def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
-    """Full batches of greedy requests that all start at once; prompts are found in the cache.
+    """Greedy requests, so many at a time: one that ends makes room for the next, ``WAVES`` times as
+    many in all. Prompts are found in the cache.
 
-    Each round has other prompts, the same for all configurations. The first short round warms up:
-    kernels, prompts' pages, and what a planner learns of steps of this size; it does not count.
+    Each round has other prompts, the same for all configurations. The first runs warm up: kernels,
+    prompts' pages, and what a planner learns of steps of this size; they do not count.
     """
-    until = time.monotonic() + seconds
     every = [p for many in zip(*prompts_of(args.prompts).values(), strict=False) for p in many]
-    every = sorted(every, key=len)[: max(args.concurrency)]
+    every = sorted(every, key=len)[:64]
     names = [OFF, *(f"static-{k}" for k in range(1, args.gamma + 1)), "adaptive"]
-    engines = Engines(args, names, max(args.concurrency))
     found: dict[tuple[int, str], list[float | None]] = defaultdict(list)
     rates: dict[tuple[int, str], list[float]] = defaultdict(list)
     parted: set[str] = set()
-    try:
-        for name in names:
-            engines.run(name, every, params_for(len(every), 2, 0.0, True))
-            for c in args.concurrency:
+    for c in args.concurrency:
+        until = time.monotonic() + seconds / len(args.concurrency)
+        engines = Engines(args, names, c)
+        count, tokens = c * WAVES.get(c, 2), LENGTHS.get(c, 48)
+        try:
+            for name in names:
+                engines.run(name, every, params_for(len(every), 2, 0.0, True))
                 engines.run(name, batch(every, 0, c), params_for(c, WARM, 0.0, True))
-        for number, order in turns(names, until, 1):
-            for c in args.concurrency:
-                asked = batch(every, number * c, c)
-                params = params_for(c, LENGTHS.get(c, 48), 0.0, True)
+            for number, order in turns(names, until, 1):
+                asked = batch(every, number * count, count)
+                params = params_for(count, tokens, 0.0, True)
                 in_race = _in_race(c, names, found)
                 runs = {n: engines.run(n, asked, params) for n in order if n in in_race}
                 for name in names:
@@ -329,13 +332,11 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
                         rates[c, name].append(run.tokens / run.seconds)
                         if run.ids != runs[OFF].ids:
                             parted.add(f"{name} at {c}")
-                if number and time.monotonic() > until:
-                    break
-            report.put("load", _load(args.concurrency, names, found, rates, sorted(parted)))
-        told = engines.watched["adaptive"].report()
-        print("  planner:", {name: round(value, 2) for name, value in told.items()})
-    finally:
-        engines.close()
+                report.put("load", _load(args.concurrency, names, found, rates, sorted(parted)))
+            told = engines.watched["adaptive"].report()
+            print("  planner:", {name: round(value, 2) for name, value in told.items()})
+        finally:
+            engines.close()
     _show_load(report.parts["load"])
 
 
