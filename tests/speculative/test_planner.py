@@ -325,6 +325,10 @@ def test_how_kinds_differ_at_a_load_is_remembered():
     assert pace.ratio[True] == pytest.approx(2.4, rel=0.01)
     pace.another_load(64)
     assert pace.ratio[True] == pace.ratio[False]
+    steps(3, False, 0.015)
+    for load in (16, 1, 16, 64):  # nothing is seen between: what is remembered is no news
+        pace.another_load(load)
+        assert pace.ratio[False] == pytest.approx(1.5)
 
 
 def test_answers_that_were_taken_late_say_nothing_of_the_device():
@@ -342,14 +346,36 @@ def test_a_pause_costs_the_planner_next_to_nothing(tmp_path):
     ranks = []
     usual = planner._outlook.usual
     planner._outlook.usual = lambda n: ranks.append(n) or usual(n)
-    choices = [planner.choose(facts([View(1), View(2)])) for _ in range(60)]
+    choices, step = [], 0
+    for _ in range(60):
+        step += 1 + (choices[-1].hold if choices else 0)
+        choices.append(planner.choose(facts([View(1), View(2)], step=step)))
     assert not any(c.rows or c.propose for c in choices[-3:]), "rows are dear: it pauses"
     assert all(c.hold > 5 for c in choices[-3:]), "and is not asked each time"
     ranks.clear()
-    quiet = [planner.choose(facts([View(1), View(2)])) for _ in range(3)]
+    quiet = [planner.choose(facts([View(1), View(2)], step=step + n)) for n in (8, 16, 24)]
     assert not any(c.rows or c.propose for c in quiet) and not ranks
-    planner.choose(facts([View(n) for n in range(8)]))
+    planner.choose(facts([View(n) for n in range(8)], step=step + 26))
     assert ranks[-1] == 8, "another load is looked at at once"
+
+
+@pytest.mark.parametrize("impatient", [1, 3, 8])
+def test_a_pause_lasts_as_many_steps_however_often_the_planner_is_asked(tmp_path, impatient):
+    """While requests wait for a slot it is asked at every step, and the time that trials may cost
+    is a share of steps, not of questions.
+    """
+    device = Device(base=0.1, row=0.001, draft=0.02)
+    found = []
+    for most in (99, impatient):
+        planner = Planner(context(tmp_path, device))
+        engine = Engine(planner, device, stand=0.0)
+        for _ in range(2000):
+            engine.hold = min(engine.hold, most - 1)
+            engine.run(1)
+        found.append([c.propose for c in engine.choices])
+        assert 2000 - 8 < planner.counts["steps"] <= 2000
+        assert planner.counts["steps_without_drafting"] <= found[-1].count(False)
+    assert found[0] == found[1] and sum(found[0]) < 100
 
 
 def test_after_a_trial_a_pause_reckons_with_what_it_taught(tmp_path):

@@ -33,6 +33,7 @@ class Pace:
         self.ratio = {True: 1.0, False: 1.0}
         self._took = {kind: deque[float](maxlen=RECENT) for kind in (True, False)}
         self._ages = {True: 0, False: 0}
+        self._last = True  # the kind that was seen last
         self._open: dict[int, tuple[bool, float, float]] = {}
         self._load = 0
         self._dearer: dict[int, float] = {}  # how steps with drafting err over those without
@@ -53,7 +54,7 @@ class Pace:
         old, recent = self.ratio[drafting], self._took[drafting]
         recent.append(took / seconds)
         self.ratio[drafting] = sorted(recent)[len(recent) // 2]
-        other = not drafting
+        self._last, other = drafting, not drafting
         self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
         if not self._took[other]:
             self._guess(other)
@@ -76,7 +77,7 @@ class Pace:
         differed when they were last seen at such a load is remembered.
         """
         self._load = round(2 * math.log2(max(requests, 1)))
-        self._guess(not min(self._ages, key=lambda kind: self._ages[kind]))
+        self._guess(not self._last)
         for kind, took in self._took.items():
             self._ages[kind] = 0
             took.clear()

@@ -88,6 +88,7 @@ class Planner:
         self._since = 0
         self._trial = TRIAL
         self._begun = False
+        self._step = self._hold = 0  # of the last question, and the steps that need none after it
         self._load = 0
         self._edge = 1.0
         self._edges = 0
@@ -95,11 +96,13 @@ class Planner:
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """K, and whether to draft behind the step."""
+        held = min(max(facts.step - self._step - 1, 0), self._hold)
+        self._since += held
         choice = self._pausing(facts) if self._paused else self._drafted(facts)
-        self._proposed = choice.propose
-        self.counts["steps"] += 1 + choice.hold
+        self._proposed, self._step, self._hold = choice.propose, facts.step, choice.hold
+        self.counts["steps"] += held + 1
         self.counts["steps_with_drafts"] += choice.rows > 0
-        self.counts["steps_without_drafting"] += (1 + choice.hold) * (not choice.propose)
+        self.counts["steps_without_drafting"] += held + (not choice.propose)
         self.counts["rows"] += choice.rows
         return choice
 
@@ -143,16 +146,14 @@ class Planner:
         assert self._table is not None
         count = facts.running
         requests = count + facts.emitting
-        hold = 0
         if requests and (self._since % LOOK == 0 or self._changed(requests)):
             back = self._comes_back(requests)
-            if not back and not facts.prefill_tokens:
-                hold = LOOK - 1
-                self._since += hold
         else:
             self._since += 1
             back = False
+        hold = 0
         if not facts.prefill_tokens:
+            hold = 0 if back else -self._since % LOOK  # until it looks again
             seconds = self._table.plain_of(count)
             seconds += self._table.draft_of(requests) if back else 0.0
             self._pace.expect(facts.step, facts.now, seconds, back)
