@@ -151,6 +151,57 @@ def test_drafts_come_out_of_the_budget(lab):
     assert full.draft_rows == 4 and {row.count for row in full.rows} == {5}
 
 
+class Holds:
+    """Drafts nothing, and asks not to be asked for a while."""
+
+    def __init__(self, hold, propose=False):
+        self.choice = DraftChoice(0, propose=propose, hold=hold)
+        self.asked, self.seen = [], []
+
+    def choose(self, facts):
+        self.asked.append(facts.step)
+        return self.choice
+
+    def observe(self, landed):
+        self.seen.append(landed.out.step)
+        assert landed.before <= landed.now
+
+
+def test_a_planner_that_holds_is_asked_and_told_only_of_the_other_steps(lab):
+    planner = Holds(3)
+    engine, plans = watched(lab, FakeScript(draft_len=4), planner=planner)
+    engine.add(lab.request(max_tokens=14))
+    lab.run(engine)
+    # The first step runs the prompt, so nobody decodes as many as when it was asked.
+    assert planner.asked[:4] == [1, 2, 6, 10] and planner.seen[:4] == planner.asked[:4]
+    assert not any(plan.draft_rows or plan.propose for plan in plans)
+    assert engine.scheduler._unseen <= {len(plans) + 1}, "nothing is kept of steps that have landed"
+
+
+def test_who_comes_or_waits_or_goes_ends_a_hold(lab):
+    planner = Holds(50)
+    engine, plans = watched(
+        lab, FakeScript(draft_len=4), config={"max_num_seqs": 2}, planner=planner
+    )
+    for name, most in (("a", 30), ("b", 9), ("c", 5)):  # c waits for b's slot
+        engine.add(lab.request(name, max_tokens=most))
+    texts = lab.run(engine)
+    alone = 1 + max(plan.step for plan in plans if len(plan.rows) == 2)
+    asked = [step for step in planner.asked if step <= len(plans)]
+    assert asked[:5] == [1, 2, 3, 4, 5] and asked[-1] in (alone, alone + 1)
+    assert planner.seen == asked
+    assert engine.scheduler._unseen <= {len(plans) + 1}
+    assert {len(ids) for ids, _ in texts.values()} == {30, 9, 5}
+
+
+def test_a_planner_that_drafts_next_holds_nothing(lab):
+    planner = Holds(50, propose=True)
+    engine, plans = watched(lab, FakeScript(draft_len=4), planner=planner)
+    engine.add(lab.request(max_tokens=9))
+    lab.run(engine)
+    assert planner.seen == [plan.step for plan in plans] and set(planner.seen) <= {*planner.asked}
+
+
 def test_a_planner_decides_how_many_drafts_run(lab):
     class NoDrafts:
         draft_len = 4
