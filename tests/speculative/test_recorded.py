@@ -123,7 +123,7 @@ def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog,
     ``most``: rows that may wait, more than those of a step and fewer.
     """
     target, draft, _ = learn("dspark")
-    more = {"dtype": dtype, "max_num_seqs": 5, "backend": "reference"}
+    more = {"dtype": dtype, "max_num_seqs": 5, "backend": "reference", "kv_cache_memory": "2MiB"}
     monkeypatch.setattr(dspark, "MANY", most)
     with engine(target, None, **more) as llm:
         want = ids(llm.generate(prompts(7), PARAMS))

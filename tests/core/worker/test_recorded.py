@@ -51,7 +51,7 @@ def test_texts_are_those_of_steps_in_halves(model, recording, backend):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_graph_needs_nothing_of_the_host(model, freezing, caplog, dtype):
     """Replays run no Python: what changes from step to step lies on the device."""
-    how = {"backend": "reference", "dtype": dtype}
+    how = {"backend": "reference", "dtype": dtype, "kv_cache_memory": "2MiB"}
     want = said(model, *asked(13), **how)
     counts = freezing()
     assert said(model, *asked(13), **how) == want
