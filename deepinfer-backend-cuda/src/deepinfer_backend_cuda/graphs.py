@@ -19,6 +19,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._first: Any = None  # a pool lasts as long as one graph of it
+        self._failed: list[Any] = []  # torch's allocator may go on pointing to these
 
     def capture(self, fn: Callable[[], Any]) -> Callable[..., Any]:
         """Run ``fn`` once, so that kernels are compiled, then record it. Returns the replay."""
@@ -45,6 +46,7 @@ class Graphs:
             try:
                 out = fn()
             except BaseException:  # out of memory, say; what the end says then hides nothing
+                self._failed.append(graph)
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise

@@ -280,7 +280,7 @@ def _table(context: PlannerContext) -> CostTable | None:
     identity = f"{context.identity} γ={context.draft_len} {context.acceptance}"
     return costs.cached(
         context.cache_dir,
-        f"{identity} {context.max_num_seqs} {context.max_tokens}",
+        f"{identity} {context.max_num_seqs} {context.max_tokens} whole steps",
         lambda: costs.profile(
             context.measure, context.draft_len, context.max_num_seqs, context.max_tokens, budget
         ),
