@@ -6,6 +6,7 @@ import random
 import pytest
 from deepinfer import SamplingParams
 from deepinfer.api.speculative import DraftChoice
+from deepinfer.worker.runner import ModelRunner
 from deepinfer_speculative.dspark import drafter as dspark
 from deepinfer_speculative.dspark.base import BlockDrafter, StateDrafter
 from draft_rig import Watched, engine, ids, prompts
@@ -88,17 +89,12 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
 
 
 class Moody:
-    """Chooses at random: any number of rows, pauses of a few steps, some of them not asked about.
+    """Chooses at random: any number of rows, pauses of a few steps, some of them not asked about."""
 
-    It sees that rows that wait are where a graph puts the next behind.
-    """
-
-    def __init__(self, drafter):
-        self.rng, self.pause, self.proposed = random.Random(3), 0, True
-        self.waiting, self.pauses = drafter._waiting, 0
+    def __init__(self):
+        self.rng, self.pause, self.proposed, self.pauses = random.Random(3), 0, True, 0
 
     def choose(self, facts):
-        assert int(self.waiting._free[0]) == self.waiting.count
         if self.pause:
             self.pause -= 1
             hold = self.rng.choice([0, 2]) if self.pause else 0
@@ -131,8 +127,17 @@ def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog,
     monkeypatch.setattr(BlockDrafter, "allot", StateDrafter.allot)  # a GPU's: it looks at nothing
     with engine(target, draft, **more) as llm:
         runner = llm.assembly.engine.executor._host.runner
-        planner = llm.assembly.engine.scheduler.planner = Moody(runner._rig.drafter)
+        planner = llm.assembly.engine.scheduler.planner = Moody()
+        waiting, right, steps = runner._rig.drafter._waiting, ModelRunner.sample, []
+
+        def sample(runner, *args):
+            answer = right(runner, *args)
+            steps.append(int(waiting._free[0]) == waiting.count)
+            return answer
+
+        monkeypatch.setattr(ModelRunner, "sample", sample)  # on the thread that moves both
         outs = [llm.generate(prompts(7), PARAMS) for _ in range(2)]
     assert all(ids(some) == want for some in outs)
+    assert all(steps) and len(steps) > 40, "a graph puts rows behind those that wait"
     assert counts["recorded"] > 6 and counts["replays"] > 40 and not caplog.messages
     assert planner.pauses > 4 and sum(out.metrics.accepted for some in outs for out in some) > 5
