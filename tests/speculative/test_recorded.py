@@ -89,7 +89,7 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
 
 
 class Moody:
-    """Chooses at random: numbers of rows, and pauses of a few steps, some of them not asked about."""
+    """Chooses at random: rows, and pauses of a few steps, some of them not asked about."""
 
     def __init__(self):
         self.rng, self.pause, self.proposed, self.pauses = random.Random(3), 0, True, 0
