@@ -7,7 +7,7 @@ and ``runner``, which calls it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,10 @@ class NullDrafter:
     def propose(self, anchors: Tensor, slots: Tensor) -> Drafts:
         """int64[R, 0]."""
         return Drafts(anchors.new_zeros((len(anchors), 0)), None)
+
+    def recorded(self, tokens: int, propose: bool) -> AbstractContextManager[None]:
+        """Any step may be."""
+        return nullcontext()
 
 
 class HiddenTaps:

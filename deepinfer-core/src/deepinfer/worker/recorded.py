@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from deepinfer.api.plan import DECODE
 from deepinfer.errors import PluginError
 from deepinfer.sampling.pipeline import uses_stage
+from deepinfer.sampling.transfer import to_device
 from deepinfer.sampling.verify import EqualityVerifier
 from deepinfer.worker.batch import decoding_rows, filters, is_greedy
 from deepinfer.worker.drafting import HiddenTaps
@@ -153,8 +153,6 @@ class RecordedSteps:
         self._rig, self._batches, self._body = rig, batches, body
         self._record = getattr(rig.device, "record", None)
         self._drafting = getattr(rig.drafter, "recorded", None)
-        if not rig.drafter.draft_len:
-            self._drafting = lambda tokens, propose: nullcontext()
         spec = rig.spec
         plain = all(group.entry is None for group in spec.groups)
         plain = plain and spec.truncation is None and not spec.lookback and rig.seeing is None
@@ -245,8 +243,7 @@ class RecordedSteps:
         inputs = np.ones(stage.inputs.shape, np.int64)
         inputs[0] = self._rig.slots.nobody
         inputs[:, : len(rows.array)] = rows.array[:, [0, 2]].T
-        host = torch.from_numpy(inputs)
-        stage.inputs.copy_(host if host.device == stage.inputs.device else host.pin_memory(), True)
+        stage.inputs.copy_(to_device(torch.from_numpy(inputs), stage.inputs.device))
         stage.holds = rows.key
 
     def _recorded(self, kind: _Kind, stage: _Stage) -> bool:
