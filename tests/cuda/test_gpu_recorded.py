@@ -16,13 +16,14 @@ def rounds(monkeypatch):
     from deepinfer_backend_cuda.device import CudaDevice
 
     monkeypatch.setattr(steps, "SEEN", 1)
+    monkeypatch.setattr(steps, "WISHED", 3)  # smaller steps have graphs of their own, too
     right, recorded = CudaDevice.record, []
 
     def record(device, fn):
         recorded.append(fn)
         return right(device, fn)
 
-    def both(model, prompts, params, **how):
+    def both(model, prompts, params, planner=None, **how):
         how = {"max_model_len": 128, "kv_cache_memory": "32MiB", "backend": "cuda", **how}
         found = []
         for way in (record, None):
@@ -32,6 +33,8 @@ def rounds(monkeypatch):
                 else:
                     patch.setattr(CudaDevice, "record", way)
                 with LLM(str(model), **how) as llm:
+                    if planner:
+                        llm.assembly.engine.scheduler.planner = planner()
                     asked = [{"prompt_token_ids": ids} for ids in prompts]
                     outs = [out for _ in range(3) for out in llm.generate(asked, params)]
             assert all(out.error is None for out in outs)
@@ -63,16 +66,17 @@ def test_texts_are_those_of_steps_in_halves(tmp_path, rounds, dtype, family):
     assert whole == halves and recorded > 3
 
 
-@pytest.mark.parametrize("mode", ["static", "adaptive"])
+@pytest.mark.parametrize("mode", ["static", "adaptive", "at random"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_text(tmp_path, rounds, monkeypatch, dtype, mode):
     pytest.importorskip("deepinfer_speculative")
     monkeypatch.syspath_prepend(SPECULATIVE)
-    from dspark_rig import pair
+    from dspark_rig import Moody, pair
 
     model, draft = pair(tmp_path, "llama")
     how = {"dtype": dtype, "max_num_seqs": 7, "batch_invariant": True}
     plain, _, _ = rounds(model, *asked(11), **how)
+    planner, mode = (Moody, "static") if mode == "at random" else (None, mode)
     how["speculative"] = {"model": str(draft), "mode": mode}
-    whole, halves, recorded = rounds(model, *asked(11), **how)
+    whole, halves, recorded = rounds(model, *asked(11), planner=planner, **how)
     assert whole == halves == plain and recorded > 3

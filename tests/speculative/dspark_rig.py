@@ -1,9 +1,11 @@
 """Tiny targets with drafts for them, and what a drafter is compared with: plain torch, no cache."""
 
 import json
+import random
 
 import numpy as np
 import torch
+from deepinfer.api.speculative import DraftChoice
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
 from deepinfer.testing.tiny import write_tiny_checkpoint
@@ -52,6 +54,30 @@ def trained(folder, steps=150):
     history = train(network, pool, found.head, plan, folder / "state.pt", lambda line: None)
     save_draft(draft, raw, network.tensors())
     return target, draft, history
+
+
+class Moody:
+    """Chooses at random: rows, and pauses of a few steps, some of them not asked about."""
+
+    def __init__(self):
+        self.rng, self.pause, self.proposed, self.pauses = random.Random(3), 0, True, 0
+
+    def choose(self, facts):
+        if self.pause:
+            self.pause -= 1
+            hold = self.rng.choice([0, 2]) if self.pause else 0
+            choice = DraftChoice(0, propose=not self.pause, hold=hold)
+        else:
+            self.pause = self.rng.choice([0, 0, 0, 0, self.rng.randint(1, 5)])
+            self.pauses += self.pause > 0
+            choice = DraftChoice(self.rng.randint(0, min(facts.room, 12)))
+        if not self.proposed:
+            choice = choice._replace(rows=0)
+        self.proposed = choice.propose
+        return choice
+
+    def observe(self, landed):
+        pass
 
 
 class Plain:

@@ -1,16 +1,14 @@
 """Steps that run whole, as a device with graphs runs them, with drafts: texts and drafts alike."""
 
 import json
-import random
 
 import pytest
 from deepinfer import SamplingParams
-from deepinfer.api.speculative import DraftChoice
 from deepinfer.worker.runner import ModelRunner
 from deepinfer_speculative.dspark import drafter as dspark
 from deepinfer_speculative.dspark.base import BlockDrafter, StateDrafter
 from draft_rig import Watched, engine, ids, prompts
-from dspark_rig import pair
+from dspark_rig import Moody, pair
 
 PARAMS = [
     SamplingParams(
@@ -86,30 +84,6 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
     again, same, counts = rounds(recorded=True)
     assert again == texts and same == drafts and len(drafts) > 10
     assert counts["replays"] > 40
-
-
-class Moody:
-    """Chooses at random: rows, and pauses of a few steps, some of them not asked about."""
-
-    def __init__(self):
-        self.rng, self.pause, self.proposed, self.pauses = random.Random(3), 0, True, 0
-
-    def choose(self, facts):
-        if self.pause:
-            self.pause -= 1
-            hold = self.rng.choice([0, 2]) if self.pause else 0
-            choice = DraftChoice(0, propose=not self.pause, hold=hold)
-        else:
-            self.pause = self.rng.choice([0, 0, 0, 0, self.rng.randint(1, 5)])
-            self.pauses += self.pause > 0
-            choice = DraftChoice(self.rng.randint(0, min(facts.room, 12)))
-        if not self.proposed:
-            choice = choice._replace(rows=0)
-        self.proposed = choice.propose
-        return choice
-
-    def observe(self, landed):
-        pass
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 256), ("bfloat16", 6)])

@@ -59,6 +59,31 @@ def test_a_graph_needs_nothing_of_the_host(model, freezing, caplog, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("budget", [2048, 23], ids=["whole", "in chunks"])
+def test_prompts_end_in_graphs(model, freezing, monkeypatch, caplog, dtype, budget):
+    """Alone and beside rows that decode, found in the cache or not, the last chunk of several."""
+    how = {"backend": "reference", "dtype": dtype, "kv_cache_memory": "2MiB"}
+    how |= {"max_num_batched_tokens": budget, "max_num_seqs": 9}
+    monkeypatch.setattr(recorded, "LEAST_MORE", 4)
+
+    def rounds():
+        with LLM(model, **SIZES, **how) as llm:
+            steps = llm.assembly.engine.executor._host.runner._recorded
+            texts = [
+                [out.outputs[0].token_ids for out in llm.generate(*asked(count))]
+                for count in (1, 13, 1, 13, 2)
+            ]
+            return texts, [k for k, stage in steps._stages.items() if stage.replay is not None]
+
+    want, _ = rounds()
+    freezing()
+    texts, kinds = rounds()
+    assert texts == want and not caplog.messages
+    ends = [kind for kind in kinds if kind.more]
+    assert {kind.rows for kind in ends} > {1} and len({kind.more for kind in ends}) > 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_short_memory_makes_room_by_preemption(model, recording, dtype):
     """Slots change hands and pages move."""
     more = {"dtype": dtype, "kv_cache_memory": "60KiB" if dtype == "float32" else "30KiB"}
@@ -218,22 +243,27 @@ def test_a_step_runs_in_a_larger_graph_until_its_own_is_worth_it(model, monkeypa
 @pytest.mark.parametrize(
     "kind, served",
     [
-        ((16, 0, 1024, False, True), True),
-        ((9, 0, 512, False, True), True),
-        ((17, 0, 1024, False, True), False),
-        ((16, 0, 2048, False, True), False),
-        ((16, 16, 1024, False, True), False),
-        ((16, 0, 1024, True, True), False),
-        ((16, 0, 1024, False, False), False),
+        ((16, 0, 32, 1024, False, True), True),
+        ((9, 0, 16, 512, False, True), True),
+        ((17, 0, 32, 1024, False, True), False),
+        ((16, 0, 64, 1024, False, True), False),
+        ((16, 0, 0, 1024, False, True), False),
+        ((16, 0, 32, 2048, False, True), False),
+        ((16, 16, 32, 1024, False, True), False),
+        ((16, 0, 32, 1024, True, True), False),
+        ((16, 0, 32, 1024, False, False), False),
     ],
 )
 def test_a_graph_serves_smaller_steps_of_its_sort(kind, served):
-    assert recorded._Kind(16, 0, 1024, False, True).serves(recorded._Kind(*kind)) == served
+    assert recorded._Kind(16, 0, 32, 1024, False, True).serves(recorded._Kind(*kind)) == served
 
 
 def test_no_graph_serves_steps_far_smaller():
-    large = recorded._Kind(256, 0, 1024, False, True)
+    large = recorded._Kind(256, 0, 0, 1024, False, True)
     assert large.serves(large._replace(rows=128)) and not large.serves(large._replace(rows=96))
+    assert not recorded._Kind(1, 0, 256, 1024, False, True).serves(large._replace(rows=1))
+    prompt = large._replace(rows=1, more=512)
+    assert prompt.serves(prompt._replace(more=256)) and not prompt.serves(prompt._replace(more=128))
 
 
 def test_graphs_are_given_back(model, recording):

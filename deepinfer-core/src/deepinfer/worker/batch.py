@@ -47,6 +47,7 @@ class PlanRows:
 
     ``emit``: plan row of each emitting row (host); ``emit_row`` the same on the device.
     ``limit`` int64[n]: the longest that each text may get. ``plain``: all rows decode and emit.
+    ``tokens``: token rows, drafts aside; in a graph, for at most so many.
     ``stages``, ``filtered``, ``greedy``: what the emitting rows use. ``scored``: emitting rows
     that want logprobs, ``scored_row`` the same on the device, ``wanted`` how many best ids.
     ``prompts``: (plan row, slot, start, tokens, best ids) of chunks that predict prompt tokens
@@ -62,6 +63,7 @@ class PlanRows:
     decode: Tensor
     limit: Tensor
     plain: bool
+    tokens: int
     replay: Tensor | None
     emit: NDArray[np.int64]
     emit_row: Tensor
@@ -155,7 +157,7 @@ class BatchBuilder:
         return self._batch(rows, layout, length, self.longest(rows.array))
 
     def standing(self, rows: PlanRows, draft_rows: int, longest: int) -> StepBatch:
-        """The batch of :func:`decoding_rows`, from the device's tables alone; ``longest``: no text
+        """The batch of :func:`emitting_rows`, from the device's tables alone; ``longest``: no text
         is longer.
         """
         length = self._slots.length[rows.slot]
@@ -229,11 +231,11 @@ class BatchBuilder:
         return self._drafter.allot(rows.emit_slot, eligible, k)
 
     def _make_layout(self, rows: PlanRows, lengths: Tensor, draft_rows: int) -> TokenLayout:
-        decodes = rows.array[:, 1] == DECODE
-        total = int(np.where(decodes, 1, rows.array[:, 2]).sum()) + draft_rows
         count = torch.where(rows.decode, 1, rows.count)
         count = count.index_add(0, rows.emit_row, lengths)
-        row, offset = self._ops.expand_rows(torch.zeros_like(count), count, total)
+        row, offset = self._ops.expand_rows(
+            torch.zeros_like(count), count, rows.tokens + draft_rows
+        )
         ends = count.cumsum(0)
         first = ends[rows.emit_row] - 1 - lengths
         owner, logit_rows = self._ops.expand_rows(first, 1 + lengths, len(lengths) + draft_rows)
@@ -369,6 +371,7 @@ def _plan_rows(
         decode=table[1] == DECODE,
         limit=slots.limit[table[0]],
         plain=bool(decodes.all()) and len(emit) == len(array),
+        tokens=int(np.where(decodes, 1, array[:, 2]).sum()),
         replay=table[4] if array[:, 4].any() else None,
         emit=emit,
         emit_row=emit_row,
@@ -395,11 +398,13 @@ def is_greedy(params: RowParams) -> bool:
     return params.temperature < COLD
 
 
-def decoding_rows(slot: Tensor, count: Tensor, slots: SlotTable, *, filtered: bool) -> PlanRows:
-    """Rows that all decode and ask for nothing but their parameters in the slot table.
+def emitting_rows(inputs: Tensor, slots: SlotTable, *, more: int, filtered: bool) -> PlanRows:
+    """Rows that all emit and ask for nothing but their parameters in the slot table.
 
-    slot int64[n]; count int64[n]: 1 + the drafts that each may run.
+    inputs int64[3, n]: slot, start and count of each, as in a plan; ``more``: token rows for
+    prompts beside the one of each row, 0 if all decode.
     """
+    slot, start, count = inputs.unbind(0)
     every = np.arange(len(slot))
     array = np.zeros((len(slot), 5), np.int32)
     array[:, 1], array[:, 3] = DECODE, 1
@@ -407,11 +412,12 @@ def decoding_rows(slot: Tensor, count: Tensor, slots: SlotTable, *, filtered: bo
         key=(slots.version, b""),
         array=array,
         slot=slot,
-        start=torch.full_like(slot, DECODE),
+        start=start,
         count=count,
-        decode=torch.ones_like(slot, dtype=torch.bool),
+        decode=start == DECODE if more else torch.ones_like(slot, dtype=torch.bool),
         limit=slots.limit[slot],
-        plain=True,
+        plain=not more,
+        tokens=len(slot) + more,
         replay=None,
         emit=every,
         emit_row=torch.arange(len(slot), device=slot.device),

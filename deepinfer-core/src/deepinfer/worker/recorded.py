@@ -1,14 +1,14 @@
-"""Steps that only decode, as one graph each: where the device has graphs, launches are their time.
+"""Small steps as one graph each: where the device has graphs, launches are their time.
 
 Where you are: beside ``runner``, which asks :meth:`RecordedSteps.run` first and goes on launch by
-launch where that has no graph for a step: prompts, masks, penalties, logprobs, images, models that
-keep state or truncate.
+launch where that has no graph for a step: long prompts, masks, penalties, logprobs, images, models
+that keep state or truncate.
 
 A graph holds everything from the slot table back to the slot table, drafts included. Its inputs are
-the slots of its rows; text, pages, lengths and parameters lie in the table. It has a tier of rows:
-those behind the step's own are the table's last slot, a text that has ended, which writes nowhere.
-The first steps of a kind run launch by launch: recording takes as long as some dozen steps, and
-kernels have to be compiled.
+the slots of its rows and what of their prompts runs; text, pages, lengths and parameters lie in the
+table. It has a tier of rows: those behind the step's own are the table's last slot, a text that has
+ended, which writes nowhere. The first steps of a kind run launch by launch: recording takes as long
+as some dozen steps, and kernels have to be compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deepinfer.errors import PluginError
 from deepinfer.sampling.pipeline import uses_stage
 from deepinfer.sampling.transfer import to_device
 from deepinfer.sampling.verify import EqualityVerifier
-from deepinfer.worker.batch import decoding_rows, filters, is_greedy
+from deepinfer.worker.batch import emitting_rows, filters, is_greedy
 from deepinfer.worker.drafting import HiddenTaps
 from deepinfer.worker.output import pack
 
@@ -48,7 +48,9 @@ LOGITS_BYTES = 128 << 20
 SEEN, WISHED = 8, 64
 """Steps of a kind before it is recorded: if no other graph does, and if a larger one did."""
 SMALL = 128
-"""Lines of a graph that any smaller step may run in; else it has at most twice the step's own."""
+"""Tokens of a graph that any smaller step may run in; else it has at most twice the step's own."""
+LEAST_MORE = 16
+"""Shorter ends of prompts have the graphs of these."""
 MOST_GRAPHS = 128
 """Each takes some megabytes of the device; kinds that come later are launched."""
 LEAST_LONGEST = 1024
@@ -83,20 +85,27 @@ class Outcome(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What a graph depends on beside its inputs. ``longest``: no text is longer; ``filtered``: who
-    samples may have a top_k, top_p or min_p.
+    """What a graph depends on beside its inputs. ``more``: tokens of prompts beside the one of
+    each row, 0 where all rows decode; ``longest``: no text is longer; ``filtered``: who samples may
+    have a top_k, top_p or min_p.
     """
 
     rows: int
     draft_rows: int
+    more: int
     longest: int
     filtered: bool
     propose: bool
 
     @property
     def lines(self) -> int:
-        """Rows of logits, and token rows."""
+        """Rows of logits."""
         return self.rows + self.draft_rows
+
+    @property
+    def tokens(self) -> int:
+        """Token rows."""
+        return self.lines + self.more
 
     def serves(self, kind: _Kind) -> bool:
         """Whether a step of that kind may run in this graph too."""
@@ -104,15 +113,15 @@ class _Kind(NamedTuple):
             return False
         fits = self.rows >= kind.rows and self.draft_rows >= kind.draft_rows
         drafts = kind.draft_rows > 0 or kind.propose or not self.draft_rows
-        near = self.lines <= max(2 * kind.lines, SMALL)
-        return fits and drafts and near and self.longest >= kind.longest
+        prompts = self.more >= kind.more and (kind.more > 0 or not self.more)
+        near = self.tokens <= max(2 * kind.tokens, SMALL)
+        return fits and drafts and prompts and near and self.longest >= kind.longest
 
 
 @dataclass(frozen=True, slots=True)
 class PlainRows:
-    """Rows that all decode, emit and ask for nothing but a draw, as the host knows them: what an
-    answer needs of :class:`~deepinfer.worker.batch.PlanRows`. ``filtered``: somebody who samples
-    has a top_k, top_p or min_p.
+    """Rows that all emit and ask for nothing but a draw, as the host knows them: what an answer
+    needs of :class:`~deepinfer.worker.batch.PlanRows`. ``more``, ``filtered``: as in a kind.
     """
 
     key: tuple[int, bytes]
@@ -120,12 +129,13 @@ class PlainRows:
     emit: NDArray[np.int64]
     scored: NDArray[np.int64]
     wanted: NDArray[np.int64]
+    more: int
     filtered: bool
 
 
 @dataclass(slots=True)
 class _Stage:
-    """A graph's standing inputs int64[2, rows]: slots, and the tokens that each row may run.
+    """A graph's standing inputs int64[3, rows], of each row: slot, start, tokens that may run.
     ``ran``: steps in it; ``wished``: steps that wanted it before it was recorded.
     """
 
@@ -182,7 +192,7 @@ class RecordedSteps:
         stage = self._stages.get(kind)
         if stage is None:
             length = self._rig.slots.length
-            stage = self._stages[kind] = _Stage(length.new_empty((2, kind.rows)))
+            stage = self._stages[kind] = _Stage(length.new_empty((3, kind.rows)))
         if stage.replay is None:
             stage.wished += 1
             if stage.wished < WISHED:
@@ -194,7 +204,7 @@ class RecordedSteps:
         ready = stage.replay is None and ready and len(self._graphs()) < MOST_GRAPHS
         if ready and not self._recorded(kind, stage):
             return None
-        with self._drafting(kind.lines, kind.propose):
+        with self._drafting(kind.tokens, kind.propose):
             outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
         stage.ran += 1
         return rows, outcome.first(len(rows.array))
@@ -202,13 +212,13 @@ class RecordedSteps:
     def _larger(self, kind: _Kind) -> _Kind:
         """The smallest that is recorded and serves, else the same."""
         served = (k for k in self._graphs() if k.serves(kind))
-        return min(served, key=lambda k: k.lines, default=kind)
+        return min(served, key=lambda k: k.tokens, default=kind)
 
     def _graphs(self) -> list[_Kind]:
         return [kind for kind, stage in self._stages.items() if stage.replay is not None]
 
     def _plain(self, plan: BatchPlan) -> PlainRows | None:
-        """None: some row wants more. The last answer, if the same rows decode again."""
+        """None: some row wants what no graph has. The last answer, if the same rows run again."""
         array, slots = plan.rows.array, self._rig.slots
         key = (slots.version, array.tobytes())
         if self._last[0] != key:
@@ -216,14 +226,22 @@ class RecordedSteps:
         return self._last[1]
 
     def _told(self, key: tuple[int, bytes], array: NDArray[np.int32]) -> PlainRows | None:
-        if (array[:, 1] != DECODE).any() or not array[:, 3].all() or not len(array):
+        if not array[:, 3].all() or array[:, 4].any() or not len(array):
+            return None
+        prompts = array[:, 1] != DECODE
+        more = int((array[prompts, 2] - 1).sum())
+        if more > MOST_ROWS:
             return None
         params = self._rig.slots.params_of(array[:, 0].tolist())
         if any(uses_stage(p) or p.logprobs >= 0 for p in params):
             return None
+        if prompts.any():
+            if any(params[row].prompt_logprobs >= 0 for row in np.flatnonzero(prompts)):
+                return None
+            more = max(more, 1)
         none = np.zeros(0, np.int64)
         filtered = any(filters(p) for p in params) and not all(is_greedy(p) for p in params)
-        return PlainRows(key, array, np.arange(len(array)), none, none, filtered)
+        return PlainRows(key, array, np.arange(len(array)), none, none, more, filtered)
 
     def _kind(self, plan: BatchPlan, rows: PlainRows) -> _Kind | None:
         """None: too large."""
@@ -233,16 +251,17 @@ class RecordedSteps:
         longest = max(self._batches.longest(rows.array), LEAST_LONGEST)
         pages = 1 << (-(-longest // shape.page_size) - 1).bit_length()
         longest = min(pages, self._rig.slots.pages.shape[1]) * shape.page_size
-        kind = _Kind(count, drafts, longest, rows.filtered, plan.propose)
-        large = kind.lines > MOST_ROWS or kind.lines * shape.vocab_size * 4 > LOGITS_BYTES
+        more = rows.more and max(LEAST_MORE, 1 << (rows.more - 1).bit_length())
+        kind = _Kind(count, drafts, more, longest, rows.filtered, plan.propose)
+        large = kind.tokens > MOST_ROWS or kind.lines * shape.vocab_size * 4 > LOGITS_BYTES
         return None if large else kind
 
     def _fill(self, stage: _Stage, rows: PlainRows) -> None:
         if stage.holds == rows.key:
             return
-        inputs = np.ones(stage.inputs.shape, np.int64)
-        inputs[0] = self._rig.slots.nobody
-        inputs[:, : len(rows.array)] = rows.array[:, [0, 2]].T
+        inputs = np.empty(stage.inputs.shape, np.int64)
+        inputs.T[:] = self._rig.slots.nobody, DECODE, 1
+        inputs[:, : len(rows.array)] = rows.array[:, :3].T
         stage.inputs.copy_(to_device(torch.from_numpy(inputs), stage.inputs.device))
         stage.holds = rows.key
 
@@ -261,8 +280,7 @@ class RecordedSteps:
 
     def _step(self, kind: _Kind, stage: _Stage) -> Outcome:
         rig = self._rig
-        slot, count = stage.inputs.unbind(0)
-        rows = decoding_rows(slot, count, rig.slots, filtered=kind.filtered)
+        rows = emitting_rows(stage.inputs, rig.slots, more=kind.more, filtered=kind.filtered)
         with rig.slots.no_longer_than(kind.longest):
             step = self._batches.standing(rows, kind.draft_rows, kind.longest)
             taps = None
