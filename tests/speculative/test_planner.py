@@ -410,3 +410,19 @@ def test_without_a_table_nothing_is_trimmed_and_it_says_so(tmp_path, caplog):
     planner = Planner(context(tmp_path, Device(row=1.0), profile_seconds=0))
     assert "no cost table" in caplog.text
     assert planner.choose(facts([View(1)])).rows == GAMMA
+
+
+@pytest.mark.parametrize("late", range(12))
+@pytest.mark.parametrize("drafting", [False, True])
+def test_one_answer_that_came_late_moves_no_ratio_far(late, drafting):
+    """Whenever it comes, the first of its sort included: trials would be given up for good."""
+    pace, now = Pace(), 0.0
+    for step in range(200):
+        if step % 40 == 0:
+            pace.another_load(16 << (step % 80 == 0))
+        kind = drafting if step == late else step % 5 == 0
+        pace.expect(step, now, 0.01, kind)
+        before, now = now, now + (35.0 if step == late else 0.01)
+        pace.landed(step, now, before)
+        assert all(0.24 < ratio < 4.1 for ratio in pace.ratio.values())
+    assert pace.ratio == {True: pytest.approx(1.0), False: pytest.approx(1.0)}

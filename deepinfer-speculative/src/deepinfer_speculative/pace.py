@@ -18,7 +18,7 @@ both kinds of steps, and how they differ was learnt when both were fresh."""
 KNOWN: Final = 5
 """Steps of each kind at a load that show how they differ there."""
 DEAREST: Final = 4.0
-"""They do not differ by more."""
+"""They do not differ by more, nor does a step from those before it."""
 
 
 class Pace:
@@ -52,8 +52,8 @@ class Pace:
         drafting, seconds, planned = expected
         took = now - max(before, planned)
         old, recent = self.ratio[drafting], self._took[drafting]
-        recent.append(took / seconds)
-        self.ratio[drafting] = sorted(recent)[len(recent) // 2]
+        recent.append(min(max(took / seconds, old / DEAREST), old * DEAREST))
+        self.ratio[drafting] = sorted(recent)[(len(recent) - 1) // 2]
         self._last, other = drafting, not drafting
         self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
         if not self._took[other]:

@@ -64,7 +64,7 @@ def test_prompts_end_in_graphs(model, freezing, monkeypatch, caplog, dtype, budg
     """Alone and beside rows that decode, found in the cache or not, the last chunk of several."""
     how = {"backend": "reference", "dtype": dtype, "kv_cache_memory": "2MiB"}
     how |= {"max_num_batched_tokens": budget, "max_num_seqs": 9}
-    monkeypatch.setattr(recorded, "LEAST_MORE", 4)
+    monkeypatch.setattr(recorded, "MORE", (4, 16, 64, 256))
 
     def rounds():
         with LLM(model, **SIZES, **how) as llm:
@@ -259,8 +259,8 @@ def test_a_graph_serves_smaller_steps_of_its_sort(kind, served):
 
 
 def test_no_graph_serves_steps_far_smaller():
-    large = recorded._Kind(256, 0, 0, 1024, False, True)
-    assert large.serves(large._replace(rows=128)) and not large.serves(large._replace(rows=96))
+    large = recorded._Kind(512, 0, 0, 1024, False, True)
+    assert large.serves(large._replace(rows=256)) and not large.serves(large._replace(rows=192))
     assert not recorded._Kind(1, 0, 256, 1024, False, True).serves(large._replace(rows=1))
     prompt = large._replace(rows=1, more=512)
     assert prompt.serves(prompt._replace(more=256)) and not prompt.serves(prompt._replace(more=128))

@@ -45,12 +45,14 @@ MOST_ROWS = 512
 """Token rows of the largest graph: beyond, launches hide behind the work."""
 LOGITS_BYTES = 128 << 20
 """Logits of the largest graph."""
-SEEN, WISHED = 8, 64
+SEEN, WISHED = 4, 64
 """Steps of a kind before it is recorded: if no other graph does, and if a larger one did."""
-SMALL = 128
+SMALL = 256
 """Tokens of a graph that any smaller step may run in; else it has at most twice the step's own."""
-LEAST_MORE = 16
-"""Shorter ends of prompts have the graphs of these."""
+MORE = (16, 64, 256)
+"""Tokens of prompts that graphs have room for: steps in which prompts end differ in all they have,
+so they share few graphs.
+"""
 MOST_GRAPHS = 128
 """Each takes some megabytes of the device; kinds that come later are launched."""
 LEAST_LONGEST = 1024
@@ -230,7 +232,7 @@ class RecordedSteps:
             return None
         prompts = array[:, 1] != DECODE
         more = int((array[prompts, 2] - 1).sum())
-        if more > MOST_ROWS:
+        if more > MORE[-1]:
             return None
         params = self._rig.slots.params_of(array[:, 0].tolist())
         if any(uses_stage(p) or p.logprobs >= 0 for p in params):
@@ -248,10 +250,12 @@ class RecordedSteps:
         shape = self._rig.slots.shape
         count = min(tier(len(rows.array)), max(shape.slots, len(rows.array)))
         drafts = draft_tier(count, plan.draft_rows)
+        if rows.more:
+            drafts = min(tier(-(-drafts // count)), shape.draft_len) * count
         longest = max(self._batches.longest(rows.array), LEAST_LONGEST)
         pages = 1 << (-(-longest // shape.page_size) - 1).bit_length()
         longest = min(pages, self._rig.slots.pages.shape[1]) * shape.page_size
-        more = rows.more and max(LEAST_MORE, 1 << (rows.more - 1).bit_length())
+        more = rows.more and next((most for most in MORE if most >= rows.more), MOST_ROWS)
         kind = _Kind(count, drafts, more, longest, rows.filtered, plan.propose)
         large = kind.tokens > MOST_ROWS or kind.lines * shape.vocab_size * 4 > LOGITS_BYTES
         return None if large else kind
