@@ -40,6 +40,8 @@ WAVES = {1: 1, 4: 3, 16: 3, 64: 2}
 """Requests of a run, as a multiple of those at a time."""
 WARM = 16
 """New tokens of a request while a load warms up."""
+WARM_ROUNDS = {"cpu": 0, "cuda": 4}
+"""Rounds that do not count either: graphs of all kinds of steps."""
 SURE, LEAD = 2, 0.9
 """Rounds after which a fixed length that never came so near to the best is not run any more."""
 OFF = "off"
@@ -304,7 +306,7 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
     many in all. Prompts are found in the cache.
 
     Each round has other prompts, the same for all configurations. The first runs warm up: kernels,
-    prompts' pages, and what a planner learns of steps of this size; they do not count.
+    prompts' pages, graphs, and what a planner learns of steps of this size; they do not count.
     """
     every = [p for many in zip(*prompts_of(args.prompts).values(), strict=False) for p in many]
     every = sorted(every, key=len)[:64]
@@ -320,6 +322,9 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
             for name in names:
                 engines.run(name, every, params_for(len(every), 2, 0.0, True))
                 engines.run(name, batch(every, 0, c), params_for(c, WARM, 0.0, True))
+                for number in range(WARM_ROUNDS[args.device]):
+                    asked = batch(every, number * count, count)
+                    engines.run(name, asked, params_for(count, tokens, 0.0, True))
             for number, order in turns(names, until, 1):
                 asked = batch(every, number * count, count)
                 params = params_for(count, tokens, 0.0, True)

@@ -117,9 +117,9 @@ class Planner:
 
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
-        if landed.out.counts.any():
+        if landed.out.counts.any() and not landed.out.warming:
             self._pace.landed(landed.out.step, landed.now, landed.before)
-        else:  # of texts that have ended: nobody hurries to take it
+        else:  # if of texts that have ended: nobody hurries to take it
             self._pace.forget(landed.out.step)
         if self._paused:
             self._outlook.clear()

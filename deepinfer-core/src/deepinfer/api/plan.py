@@ -201,7 +201,8 @@ class StepOutput:
     and there are none), of which the first ``drafted`` int32[n] are any (None: all); ``verified``
     int32[n]: how many drafts ran in this step and could stand; ``faults`` uint8[n]
     (:class:`Fault`), a row with a fault emits nothing;
-    ``prompt_logprobs``: (row, logprobs) pairs.
+    ``prompt_logprobs``: (row, logprobs) pairs; ``warming``: the first steps of their kind prepare
+    the device for those that follow, so their time says nothing of these.
     """
 
     step: int
@@ -215,6 +216,7 @@ class StepOutput:
     device_seconds: float = 0.0
     drafted: Int32Array | None = None
     verified: Int32Array | None = None
+    warming: bool = False
 
 
 @dataclass(frozen=True, slots=True)

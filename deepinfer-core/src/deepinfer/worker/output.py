@@ -51,7 +51,7 @@ class StepResult:
     ``tokens`` int64[R, w], ``counts`` int64[R], ``faults`` uint8[R]; ``drafts`` of the next step,
     None where nobody speculates; ``verified`` int64[R]: drafts that ran and could stand;
     ``scores`` of the first w tokens of emitting rows ``scored``, of which ``wanted`` best;
-    ``packed``: whole numbers of the above by :func:`pack`.
+    ``packed``: whole numbers of the above by :func:`pack`; ``warming`` as in ``StepOutput``.
     """
 
     step: int
@@ -69,6 +69,7 @@ class StepResult:
     prompt: tuple[PromptScores, ...]
     seconds: float
     packed: Tensor | None = None
+    warming: bool = False
 
 
 class StepFuture:
@@ -127,6 +128,7 @@ class StepFuture:
             device_seconds=what.seconds,
             drafted=drafted,
             verified=verified,
+            warming=what.warming,
         )
 
     def _drafts(self, rest: Iterator[NDArray[Any]]) -> tuple[Any, Any, Any, Any]:

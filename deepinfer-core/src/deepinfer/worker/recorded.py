@@ -7,8 +7,8 @@ that keep state or truncate.
 A graph holds everything from the slot table back to the slot table, drafts included. Its inputs are
 the slots of its rows and what of their prompts runs; text, pages, lengths and parameters lie in the
 table. It has a tier of rows: those behind the step's own are the table's last slot, a text that has
-ended, which writes nowhere. The first steps of a kind run launch by launch: recording takes as long
-as some dozen steps, and kernels have to be compiled.
+ended, which writes nowhere. The first step of a kind runs launch by launch: kernels may have to be
+compiled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOST_ROWS = 512
 """Token rows of the largest graph: beyond, launches hide behind the work."""
 LOGITS_BYTES = 128 << 20
 """Logits of the largest graph."""
-SEEN, WISHED = 4, 64
+SEEN, WISHED = 1, 64
 """Steps of a kind before it is recorded: if no other graph does, and if a larger one did."""
 SMALL = 256
 """Tokens of a graph that any smaller step may run in; else it has at most twice the step's own."""
@@ -62,7 +62,7 @@ LEAST_LONGEST = 1024
 class Outcome(NamedTuple):
     """What a step's second half leaves: tokens int64[R, w], of which counts int64[R] are text,
     faults uint8[R]; drafts of the next step, and how many ran in this one, int64[R]; ``packed``:
-    all whole numbers of these, see ``output.pack``.
+    all whole numbers of these, see ``output.pack``; ``warming``: later steps take less time.
     """
 
     tokens: Tensor
@@ -71,6 +71,7 @@ class Outcome(NamedTuple):
     drafts: Drafts | None
     verified: Tensor | None
     packed: Tensor | None = None
+    warming: bool = False
 
     def first(self, rows: int) -> Outcome:
         """Of the first rows."""
@@ -81,8 +82,13 @@ class Outcome(NamedTuple):
             drafts = type(drafts)(ids, *rest)
         verified = None if self.verified is None else self.verified[:rows]
         packed = None if self.packed is None else self.packed[:rows]
-        return Outcome(
-            self.tokens[:rows], self.counts[:rows], self.faults[:rows], drafts, verified, packed
+        return self._replace(
+            tokens=self.tokens[:rows],
+            counts=self.counts[:rows],
+            faults=self.faults[:rows],
+            drafts=drafts,
+            verified=verified,
+            packed=packed,
         )
 
 
@@ -203,13 +209,13 @@ class RecordedSteps:
         self._fill(stage, rows)
         assert self._drafting is not None
         ready = stage.ran >= SEEN or (stage.ran and stage.wished >= WISHED)
-        ready = stage.replay is None and ready and len(self._graphs()) < MOST_GRAPHS
-        if ready and not self._recorded(kind, stage):
+        warming = stage.replay is None and len(self._graphs()) < MOST_GRAPHS
+        if warming and ready and not self._recorded(kind, stage):
             return None
         with self._drafting(kind.tokens, kind.propose):
             outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
         stage.ran += 1
-        return rows, outcome.first(len(rows.array))
+        return rows, outcome.first(len(rows.array))._replace(warming=warming)
 
     def _larger(self, kind: _Kind) -> _Kind:
         """The smallest that is recorded and serves, else the same."""

@@ -266,6 +266,7 @@ class ModelRunner:
             prompt=prompt,
             seconds=seconds,
             packed=outcome.packed,
+            warming=outcome.warming,
         )
         return StepFuture(self._rig.device, result)
 
