@@ -7,8 +7,9 @@ the machine code that ran.
 The kind: ``warp_specialize`` tells its warps what to do by a byte for each in shared memory. The
 tool reports some reads of these bytes as racing with their writes, although all threads of the
 block pass barrier 1 between them (decision 0010). A pair of accesses is accepted if the write is
-the store right before a barrier 1 of the whole block, the read is a byte-wide load behind one with
-nothing but the arithmetic of its address between, and both name the reported place.
+the store right before a barrier 1 of the whole block, or one of several, the read is a byte-wide
+load behind one with nothing but the arithmetic of its address between, and both name the reported
+place.
 """
 
 import os
@@ -33,7 +34,10 @@ HAZARD = re.compile(
     r"=+ +Read Thread \S+ at (?P<reader>\w+)\+(?P<read>0x[0-9a-f]+)"
 )
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;|^(\.L\w+):", re.MULTILINE)
-ARITHMETIC = re.compile(r"(?:ULEA|LEA|VIADD|IADD3|UIADD3|SHF|UMOV|MOV|S2R|S2UR|R2UR)(?:\.\w+)* ")
+ARITHMETIC = re.compile(
+    r"(?:ULEA|LEA|VIADD|IADD3|UIADD3|SHF|UMOV|MOV|S2R|S2UR|R2UR)(?:\.\w+)* "
+    r"|IMAD(?:\.\w+)* \w+, RZ, RZ, "  # a move
+)
 ADDRESS = 8
 """Instructions that an address takes at most."""
 STORE = re.compile(r"STS(?:\.(U8|U16|64|128))? \[[^\]]*?(?:\+(0x[0-9a-f]+))?\]")
@@ -87,7 +91,10 @@ def is_dispatch(hazard, code):
     before = read - 1
     while read - before <= ADDRESS and ARITHMETIC.match(code[before][1]):
         before -= 1
-    ordered = code[write + 1][1] == DISPATCH and code[before][1] == DISPATCH
+    behind = write + 1
+    while behind + 1 < len(code) and STORE.match(code[behind][1]):
+        behind += 1
+    ordered = code[behind][1] == DISPATCH and code[before][1] == DISPATCH
     named = begin <= hazard.at - SHARED_BASE < begin + width
     return ordered and named and begin - 32 <= int(load[1], 16) <= begin
 

@@ -20,6 +20,12 @@ SASS = """
         /*01d0*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
         /*01e0*/               @P0 VIADD R2, R2, UR6 ;
         /*01f0*/                   LDS.U8 R2, [R2+0x280ec] ;
+        /*0200*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0210*/                   IMAD.U32 R2, RZ, RZ, UR5 ;
+        /*0220*/                   LDS.U8 R2, [R2+UR24+0x280ec] ;
+        /*0230*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0240*/                   IMAD.U32 R2, R2, R3, UR5 ;
+        /*0250*/                   LDS.U8 R2, [R2+UR24+0x280ec] ;
         /*3390*/                   MEMBAR.ALL.CTA ;
         /*33b0*/                   STS.64 [UR8+0x280f0], R2 ;
         /*33c0*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
@@ -28,6 +34,12 @@ SASS = """
         /*33f0*/                   STS.64 [UR8+0x280f0], R6 ;
         /*3400*/                   BAR.SYNC.DEFER_BLOCKING 0x2 ;
         /*3410*/                   STS.64 [UR8+0x280f0], R6 ;
+        /*3420*/                   STS [UR8+0x280f8], R6 ;
+        /*3430*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*3440*/                   STS.64 [UR8+0x280f0], R6 ;
+        /*3450*/                   LDS.U8 R2, [R2+0x280ec] ;
+        /*3460*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*3470*/                   STS.64 [UR8+0x280f0], R6 ;
 """
 DISPATCH = Hazard("RAW", 0x284F5, "wide_kernel", 0x33B0, 0x120)
 REPORT = """========= COMPUTE-SANITIZER
@@ -47,7 +59,11 @@ def test_a_byte_that_is_stored_before_the_barrier_of_the_block_and_read_behind_i
     assert all(
         is_dispatch(DISPATCH._replace(at=at), instructions(SASS)) for at in range(0x284F0, 0x284F8)
     )
-    assert is_dispatch(DISPATCH._replace(read=0x190), instructions(SASS))  # behind its address
+    code = instructions(SASS)
+    assert is_dispatch(DISPATCH._replace(read=0x190), code)  # behind its address
+    assert is_dispatch(DISPATCH._replace(read=0x220), code)  # a move is a part of that
+    assert is_dispatch(DISPATCH._replace(write=0x3410), code)  # one of two stores
+    assert is_dispatch(DISPATCH._replace(write=0x3420, at=0x284F8), code)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +75,10 @@ def test_a_byte_that_is_stored_before_the_barrier_of_the_block_and_read_behind_i
         {"at": 0x280F5},
         {"write": 0x33D0},  # its barrier counts threads
         {"write": 0x33F0},  # another barrier
-        {"write": 0x3410},  # none behind it
+        {"write": 0x3470},  # none behind it
+        {"write": 0x3440},  # a load between them
+        {"write": 0x3420},  # of other bytes
+        {"read": 0x250},  # not the arithmetic of an address
         {"write": 0x3390},  # no store
         {"write": 0x33B4},  # no instruction
         {"read": 0x140},  # no barrier before it
