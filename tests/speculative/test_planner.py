@@ -10,7 +10,7 @@ from deepinfer.api.speculative import DraftChoice, DraftFacts, DraftsLanded, Pla
 from deepinfer.errors import ConfigError
 from deepinfer_speculative.outlook import Outlook
 from deepinfer_speculative.pace import Pace
-from deepinfer_speculative.planner import FIRST_WAIT, TRIAL, Planner
+from deepinfer_speculative.planner import FIRST_WAIT, GLANCE, TRIAL, Planner
 
 GAMMA = 4
 
@@ -147,7 +147,12 @@ def test_cap_verifies_everything_and_keeps_what_adaptive_would(tmp_path):
 def test_where_rows_cost_nothing_all_are_verified(tmp_path):
     device = Device(base=0.01)
     engine = Engine(Planner(context(tmp_path, device)), device).run(80)
-    assert all(c.rows == 4 * GAMMA and c.propose for c in engine.choices[2:])
+    glance = [not c.propose for c in engine.choices]
+    assert GLANCE <= sum(glance) <= GLANCE + 1, "it looks once what steps without drafts take"
+    begins = glance.index(True)
+    assert TRIAL < begins and all(glance[begins : begins + sum(glance)])
+    drafted = engine.choices[2 : begins + 1] + engine.choices[begins + sum(glance) + 1 :]
+    assert all(c.rows == 4 * GAMMA for c in drafted)
 
 
 def test_where_drafting_does_not_pay_it_stops_and_tries_again_ever_more_rarely(tmp_path):
@@ -230,6 +235,34 @@ def test_how_the_table_errs_at_one_load_is_not_held_against_another(tmp_path):
     engine.run(300)
     rate = (engine.tokens - before) / (engine.now - began)
     assert rate > 0.98 * 16 / device.took(16, False)
+
+
+@dataclass
+class Dearer(Device):
+    """Drafting takes twice what was measured, where steps are large."""
+
+    def took(self, rows, propose):
+        return super().took(rows, propose) * (2.0 if propose and rows > 32 else 1.0)
+
+
+@pytest.mark.parametrize("few", [1, 20])
+def test_loads_that_come_in_waves_are_not_tried_at_every_wave(tmp_path, few):
+    """Drafts promise something at 64 and keep it not; requests end together, and others come."""
+    shape = {"base": 0.012, "row": 0.00001, "draft": 0.008}
+    planner, device = Planner(context(tmp_path, Device(**shape))), Dearer(**shape)
+    engine = Engine(planner, device, 64, stand=0.7, sure=0.7)
+    many, time, tokens, trials = engine.views, 0.0, 0, []
+    for _ in range(40):
+        began, before, asked = engine.now, engine.tokens, len(engine.choices)
+        engine.run(48)
+        time, tokens = time + engine.now - began, tokens + engine.tokens - before
+        trials.append(sum(c.propose for c in engine.choices[asked:]))
+        engine.views = many[:few]
+        engine.run(2)
+        engine.views = many
+    assert trials[0] >= TRIAL and sum(map(bool, trials)) >= 3, "it tries again"
+    assert sum(map(bool, trials)) < 12
+    assert tokens / time > 0.97 * 64 / device.took(64, False)
 
 
 def test_limits_of_requests_are_kept(tmp_path):

@@ -21,6 +21,11 @@ DEAREST: Final = 4.0
 """They do not differ by more, nor does a step from those before it."""
 
 
+def sort_of_load(requests: int) -> int:
+    """Loads of one sort are within a factor of √2, about."""
+    return round(2 * math.log2(max(requests, 1)))
+
+
 class Pace:
     """Running ratios of measured to predicted seconds, of steps with and without drafting.
 
@@ -67,6 +72,11 @@ class Pace:
             self._took[other].clear()  # of another time
             self._took[other].append(self.ratio[other])
 
+    @property
+    def compared(self) -> bool:
+        """Both kinds of steps have been seen at a load of this sort, one soon after the other."""
+        return self._load in self._dearer
+
     def forget(self, step: int) -> None:
         """Its answer says nothing of time."""
         self._open.pop(step, None)
@@ -76,7 +86,7 @@ class Pace:
         is: both ratios are the one that was seen last, until they are seen here. How the two
         differed when they were last seen at such a load is remembered.
         """
-        self._load = round(2 * math.log2(max(requests, 1)))
+        self._load = sort_of_load(requests)
         self._guess(not self._last)
         for kind, took in self._took.items():
             self._ages[kind] = 0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deepinfer_speculative import costs
 from deepinfer_speculative.options import take
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import Pace
+from deepinfer_speculative.pace import Pace, sort_of_load
 from deepinfer_speculative.schedule import best_rows, causal_rows, ranked, throughput
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ LONGEST_WAIT: Final = 1024
 """Steps without drafts before they are tried again; doubled each time it does not pay."""
 TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""
+GLANCE: Final = 8
+"""Steps without drafts, once at each sort of load, that show what they take there: from drafting
+steps alone nobody can tell whether the table errs or the machine is slow.
+"""
 PRICE: Final = 0.005
 """Share of the time that trials may cost: where drafting is dear, they are rare from the start."""
 RETURN: Final = 1.03
@@ -84,9 +88,11 @@ class Planner:
         self._prospects: dict[int, _Prospect] = {}  # by requests
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
         self._drafting = True
-        self._wait = FIRST_WAIT
-        self._since = 0
+        self._wait, self._since = FIRST_WAIT, 0
+        self._failed = False  # a trial at this load
+        self._failures: dict[int, tuple[int, int]] = {}  # by sort of load: wait and since
         self._trial = TRIAL
+        self._glance = 0
         self._begun = False
         self._step = self._hold = 0  # of the last question, and the steps that need none after it
         self._load = 0
@@ -153,7 +159,7 @@ class Planner:
             back = False
         hold = 0
         if not facts.prefill_tokens:
-            hold = 0 if back else -self._since % LOOK  # until it looks again
+            hold = 0 if back or self._glance else -self._since % LOOK  # until it looks again
             seconds = self._table.plain_of(count)
             seconds += self._table.draft_of(requests) if back else 0.0
             self._pace.expect(facts.step, facts.now, seconds, back)
@@ -238,7 +244,8 @@ class Planner:
         return self._switch(prospect.rate / drafted, requests / plain, requests, dear)
 
     def _switch(self, on: float, off: float, requests: int, dear: int) -> bool:
-        """Stop and come back, with trials that become rarer while they do not pay.
+        """Stop and come back, with trials that become rarer while they do not pay; at a load at which
+        they did not, only with one that is due there.
 
         ``dear``: steps over which the time that a trial costs must be spread.
         """
@@ -248,22 +255,39 @@ class Planner:
             self._drafting = on > off
         changed = self._changed(requests)
         if changed:
-            self._wait, self._load, self._edges = FIRST_WAIT, requests, 0
+            if self._failed:
+                self._failures[sort_of_load(self._load)] = self._wait, self._since
+            known = self._failures.get(sort_of_load(requests))
+            self._failed = known is not None
+            self._wait, self._since = known or (FIRST_WAIT, 0)
+            self._load, self._edges, self._glance = requests, 0, 0
         if self._drafting:
-            over = changed and on < WORTH * off  # tried at another load: no reason to go on
-            if self._trial and not over:
+            if changed and (self._failed or on < WORTH * off):  # what paid at another load
+                self._drafting = False
+                return False
+            if self._trial:
                 self._trial -= 1
                 return True  # what was expected before anything was seen is no measure
             self._edges += 1
             self._edge += (on / off - self._edge) / min(self._edges, MEMORY)
-            if self._edge >= WORTH:
-                self._wait = FIRST_WAIT
-                return True
-            self._drafting, self._since = False, 0
-            return False
-        better = on > RETURN * off and (changed or self._since >= FIRST_WAIT)
-        if better or self._since >= max(self._wait, dear):
-            self._wait = min(2 * self._wait, LONGEST_WAIT)
+            if self._edge >= WORTH and self._edges >= MEMORY and not self._pace.compared:
+                self._drafting, self._glance, self._since = False, GLANCE, 0
+            elif self._edge >= WORTH:
+                self._wait, self._failed = FIRST_WAIT, False
+                self._failures.pop(sort_of_load(requests), None)
+            else:
+                self._drafting, self._failed, self._since = False, True, 0
+            return self._drafting
+        if self._glance:
+            if self._since < self._glance:
+                return False
+            self._glance, self._edges = 0, 0
+            self._drafting = on >= WORTH * off
+            self._failed, self._since = not self._drafting, 0
+            return self._drafting
+        promised = on > RETURN * off and (changed or self._since >= FIRST_WAIT)
+        if (promised and not self._failed) or self._since >= max(self._wait, dear):
+            self._wait, self._since = min(2 * self._wait, LONGEST_WAIT), 0
             self._drafting, self._trial, self._edges = True, TRIAL, 0
         return self._drafting
 
