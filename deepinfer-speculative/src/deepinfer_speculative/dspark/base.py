@@ -195,9 +195,7 @@ class BlockDrafter(StateDrafter):
         if not len(slots):
             return Drafts(anchors.new_zeros((0, self.draft_len)), None)
         assert self._slots is not None and self._kv is not None, "bind comes first"
-        view, gamma = self._slots, self.draft_len
-        if len(slots) > 1:  # for one request a head costs next to nothing
-            gamma = self._heads.next()
+        view, gamma = self._slots, self._heads.next()
         self.settle(self._kv)
         ids, confidence = self._made(anchors, slots, view, gamma)
         if short := self.draft_len - gamma:
