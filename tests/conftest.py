@@ -101,7 +101,6 @@ def recording(monkeypatch):
     """
     import torch
     from deepinfer.ops.backend import CPUDevice
-    from deepinfer.worker import recorded
 
     def install():
         counts = {"recorded": 0, "replays": 0, "full": False}
@@ -118,7 +117,6 @@ def recording(monkeypatch):
             return replay
 
         monkeypatch.setattr(CPUDevice, "record", record, raising=False)
-        monkeypatch.setattr(recorded, "SEEN", 1)
         return counts
 
     return install
@@ -133,7 +131,6 @@ def freezing(monkeypatch):
         monkeypatch.syspath_prepend(str(Path(__file__).parent))
         import frozen
 
-        monkeypatch.setattr(recorded, "SEEN", 1)
         monkeypatch.setattr(recorded, "WISHED", 3)
         return frozen.install(monkeypatch)
 

@@ -15,7 +15,6 @@ def rounds(monkeypatch):
     from deepinfer.worker import recorded as steps
     from deepinfer_backend_cuda.device import CudaDevice
 
-    monkeypatch.setattr(steps, "SEEN", 1)
     monkeypatch.setattr(steps, "WISHED", 3)  # smaller steps have graphs of their own, too
     right, recorded = CudaDevice.record, []
 

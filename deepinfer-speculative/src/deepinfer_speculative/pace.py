@@ -15,6 +15,8 @@ LONGEST: Final = 64
 STALE: Final = 32
 """Steps after which a ratio that was not seen goes along with the other: what slows a machine slows
 both kinds of steps, and how they differ was learnt when both were fresh."""
+OLD: Final = 1024
+"""Steps after which it is worth looking at the other kind again."""
 KNOWN: Final = 5
 """Steps of each kind at a load that show how they differ there."""
 DEAREST: Final = 4.0
@@ -69,17 +71,23 @@ class Pace:
                 self._dearer[self._load] = min(max(dearer, 1.0 / DEAREST), DEAREST)
         else:
             self.ratio[other] *= self.ratio[drafting] / old
-            self._took[other].clear()  # of another time
-            self._took[other].append(self.ratio[other])
+            self.measure_again(other)
 
     @property
     def compared(self) -> bool:
-        """Both kinds of steps have been seen at a load of this sort, one soon after the other."""
-        return self._load in self._dearer
+        """Both kinds of steps have been seen at a load of this sort, one soon after the other, and
+        not too long ago.
+        """
+        return self._load in self._dearer and max(self._ages.values()) < OLD
 
     def forget(self, step: int) -> None:
         """Its answer says nothing of time."""
         self._open.pop(step, None)
+
+    def measure_again(self, drafting: bool) -> None:
+        """Steps of this kind were seen in what may have been another time."""
+        self._took[drafting].clear()
+        self._took[drafting].append(self.ratio[drafting])
 
     def another_load(self, requests: int) -> None:
         """What was seen says how the table errs at one load; at another only how fast the machine

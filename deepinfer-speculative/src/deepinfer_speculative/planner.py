@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deepinfer_speculative import costs
 from deepinfer_speculative.options import take
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import Pace, sort_of_load
+from deepinfer_speculative.pace import DEAREST, Pace, sort_of_load
 from deepinfer_speculative.schedule import best_rows, causal_rows, ranked, throughput
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ LONGEST_WAIT: Final = 1024
 TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""
 GLANCE: Final = 8
-"""Steps without drafts, once at each sort of load, that show what they take there: from drafting
-steps alone nobody can tell whether the table errs or the machine is slow.
+"""Steps without drafts, now and then at each sort of load, that show what they take there: from
+drafting steps alone nobody can tell whether the table errs or the machine is slow. Drafting goes on
+behind them, and is judged by what it takes then.
 """
 PRICE: Final = 0.005
 """Share of the time that trials may cost: where drafting is dear, they are rare from the start."""
@@ -102,6 +103,7 @@ class Planner:
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """K, and whether to draft behind the step."""
+        self._pace.forget(facts.step)  # if it was planned before and came to nothing
         held = min(max(facts.step - self._step - 1, 0), self._hold)
         self._since += held
         choice = self._pausing(facts) if self._paused else self._drafted(facts)
@@ -170,12 +172,15 @@ class Planner:
         out once for each load.
         """
         if requests not in self._prospects:
-            gains = np.sort(self._outlook.usual(requests).ravel())[::-1]
-            self._prospects[requests] = self._prospect(gains, requests)
+            self._prospects[requests] = self._usual(requests)
         back = self._weighed(self._prospects[requests], requests)
         if back:
             self._prospects.clear()
         return back
+
+    def _usual(self, requests: int) -> _Prospect:
+        gains = np.sort(self._outlook.usual(requests).ravel())[::-1]
+        return self._prospect(gains, requests)
 
     def _changed(self, requests: int) -> bool:
         return abs(requests - self._load) > 0.25 * self._load
@@ -239,6 +244,7 @@ class Planner:
         if self._changed(requests):
             self._pace.another_load(requests)
         drafted, plain = (max(self._pace.ratio[kind], 1e-9) for kind in (True, False))
+        drafted = min(drafted, DEAREST * plain)
         plain *= prospect.plain
         dear = int(TRIAL * max(prospect.trial * drafted / plain - 1.0, 0.0) / PRICE)
         return self._switch(prospect.rate / drafted, requests / plain, requests, dear)
@@ -276,14 +282,15 @@ class Planner:
                 self._wait, self._failed = FIRST_WAIT, False
                 self._failures.pop(sort_of_load(requests), None)
             else:
-                self._drafting, self._failed, self._since = False, True, 0
+                # Of texts that are about to end nothing is to be learnt.
+                usual = self._usual(requests).rate / max(self._pace.ratio[True], 1e-9)
+                self._drafting, self._failed, self._since = False, usual < WORTH * off, 0
             return self._drafting
         if self._glance:
-            if self._since < self._glance:
-                return False
-            self._glance, self._edges = 0, 0
-            self._drafting = on >= WORTH * off
-            self._failed, self._since = not self._drafting, 0
+            if self._since >= self._glance:
+                self._glance, self._edges, self._since = 0, 0, 0
+                self._drafting, self._trial = True, TRIAL
+                self._pace.measure_again(True)
             return self._drafting
         promised = on > RETURN * off and (changed or self._since >= FIRST_WAIT)
         if (promised and not self._failed) or self._since >= max(self._wait, dear):

@@ -228,7 +228,7 @@ def test_a_step_runs_in_a_larger_graph_until_its_own_is_worth_it(model, monkeypa
     """Sixteen requests, then three at a time: the graph of sixteen does, for so many steps."""
     want = [said(model, *asked(count), max_num_seqs=16) for count in (16, 3)]
     counts = recording()
-    monkeypatch.setattr(recorded, "WISHED", 20)
+    monkeypatch.setattr(recorded, "WISHED", 20 * 13)  # tokens that sixteen rows have beside three
     with LLM(model, **SIZES, max_num_seqs=16) as llm:
         texts = []
         for count in (16, *[3] * 6):

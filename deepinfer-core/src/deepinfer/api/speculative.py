@@ -322,7 +322,7 @@ class DraftChoice(NamedTuple):
     """``rows``: draft rows of the step (K). ``keep``: of the drafts that run only as many may stand
     (mode ``cap``); −1 all. ``propose``: draft at the end of the step, for the next. ``hold``: of a
     choice without drafts, so many steps more are chosen alike without asking, and their answers are
-    not shown, while as many requests run and none waits.
+    not shown, while as many requests run and none that waits finds a slot.
     """
 
     rows: int

@@ -133,7 +133,8 @@ class Scheduler:
 
     def _drafts(self, facts: StepFacts, budget: Budget) -> DraftChoice:
         """Draft rows of the whole step; they come out of the token budget, anchors first."""
-        if self._hold and not facts.waiting and facts.running == facts.decoding == self._held:
+        comes = facts.waiting and self.cache.slots  # somebody may: else the load is what it was
+        if self._hold and not comes and facts.running == facts.decoding == self._held:
             self._hold -= 1
             self._unseen.add(self._rows.steps + 1)
             return NO_DRAFTS

@@ -45,8 +45,10 @@ MOST_ROWS = 512
 """Token rows of the largest graph: beyond, launches hide behind the work."""
 LOGITS_BYTES = 128 << 20
 """Logits of the largest graph."""
-SEEN, WISHED = 1, 64
-"""Steps of a kind before it is recorded: if no other graph does, and if a larger one did."""
+WISHED = 1 << 14
+"""Tokens too many that steps of a kind run in larger graphs before it has its own, which costs as
+much as some dozen steps.
+"""
 SMALL = 256
 """Tokens of a graph that any smaller step may run in; else it has at most twice the step's own."""
 MORE = (16, 64, 256)
@@ -144,13 +146,14 @@ class PlainRows:
 @dataclass(slots=True)
 class _Stage:
     """A graph's standing inputs int64[3, rows], of each row: slot, start, tokens that may run.
-    ``ran``: steps in it; ``wished``: steps that wanted it before it was recorded.
+    ``ran``: whether a step has run in it; ``wished``: tokens too many of steps that ran in a larger
+    one instead.
     """
 
     inputs: Tensor
     holds: tuple[int, bytes] | None = None
     replay: Callable[[], Outcome] | None = None
-    ran: int = 0
+    ran: bool = False
     wished: int = 0
 
 
@@ -177,16 +180,18 @@ class RecordedSteps:
         if not plain or self._drafting is None or not isinstance(rig.verifier, EqualityVerifier):
             self._record = None
         self._stages: dict[_Kind, _Stage] = {}
+        self._larger: dict[_Kind, _Kind | None] = {}  # which graph serves, of those there are
         self._last: tuple[tuple[int, bytes], PlainRows | None] = ((-1, b""), None)
 
     @property
     def warm(self) -> int:
         """Steps after which one of the same kind takes what it will take from there on."""
-        return 0 if self._record is None else SEEN + 1
+        return 0 if self._record is None else 2
 
     def release(self) -> None:
         """Give back all graphs, and record none from here on: memory is short."""
         self._stages.clear()
+        self._larger.clear()
         self._record = None
 
     def run(self, plan: BatchPlan) -> tuple[PlainRows, Outcome] | None:
@@ -197,30 +202,54 @@ class RecordedSteps:
         kind = None if rows is None else self._kind(plan, rows)
         if rows is None or kind is None:
             return None
-        stage = self._stages.get(kind)
-        if stage is None:
-            length = self._rig.slots.length
-            stage = self._stages[kind] = _Stage(length.new_empty((3, kind.rows)))
-        if stage.replay is None:
-            stage.wished += 1
-            if stage.wished < WISHED:
-                kind = self._larger(kind)
-                stage = self._stages[kind]
+        kind, stage = self._served(kind)
         self._fill(stage, rows)
         assert self._drafting is not None
-        ready = stage.ran >= SEEN or (stage.ran and stage.wished >= WISHED)
         warming = stage.replay is None and len(self._graphs()) < MOST_GRAPHS
-        if warming and ready and not self._recorded(kind, stage):
+        if warming and stage.ran and not self._recorded(kind, stage):
             return None
         with self._drafting(kind.tokens, kind.propose):
             outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
-        stage.ran += 1
+        stage.ran = True
         return rows, outcome.first(len(rows.array))._replace(warming=warming)
 
-    def _larger(self, kind: _Kind) -> _Kind:
-        """The smallest that is recorded and serves, else the same."""
-        served = (k for k in self._graphs() if k.serves(kind))
-        return min(served, key=lambda k: k.tokens, default=kind)
+    def _served(self, kind: _Kind) -> tuple[_Kind, _Stage]:
+        """What a step of that kind runs in."""
+        stage = self._stage(kind)
+        if stage.replay is not None or stage.wished >= WISHED:
+            return kind, stage
+        if kind not in self._larger:
+            larger = [k for k in self._graphs() if k.serves(kind)]
+            self._larger[kind] = min(larger, key=lambda k: k.tokens, default=None)
+        least = self._larger[kind]
+        if least is None:
+            kind = self._roomy(kind)
+            return kind, self._stage(kind)
+        stage.wished += max(least.tokens - kind.tokens, 1)
+        return least, self._stages[least]
+
+    def _stage(self, kind: _Kind) -> _Stage:
+        if kind not in self._stages:
+            inputs = self._rig.slots.length.new_empty((3, kind.rows))
+            self._stages[kind] = _Stage(inputs)
+        return self._stages[kind]
+
+    def _roomy(self, kind: _Kind) -> _Kind:
+        """One with room for as many drafts and for longer prompts, as far as that costs little:
+        both differ from step to step.
+        """
+        most = self._rig.slots.shape.draft_len * kind.rows
+        wide = kind._replace(
+            draft_rows=most if kind.draft_rows else 0, more=kind.more and max(kind.more, MORE[1])
+        )
+        for found in (wide, wide._replace(more=kind.more)):
+            if found.tokens <= SMALL and not self._large(found):
+                return found
+        return kind
+
+    def _large(self, kind: _Kind) -> bool:
+        logits = kind.lines * self._rig.slots.shape.vocab_size * 4
+        return kind.tokens > MOST_ROWS or logits > LOGITS_BYTES
 
     def _graphs(self) -> list[_Kind]:
         return [kind for kind, stage in self._stages.items() if stage.replay is not None]
@@ -263,8 +292,7 @@ class RecordedSteps:
         longest = min(pages, self._rig.slots.pages.shape[1]) * shape.page_size
         more = rows.more and next((most for most in MORE if most >= rows.more), MOST_ROWS)
         kind = _Kind(count, drafts, more, longest, rows.filtered, plan.propose)
-        large = kind.tokens > MOST_ROWS or kind.lines * shape.vocab_size * 4 > LOGITS_BYTES
-        return None if large else kind
+        return None if self._large(kind) else kind
 
     def _fill(self, stage: _Stage, rows: PlainRows) -> None:
         if stage.holds == rows.key:
@@ -281,6 +309,7 @@ class RecordedSteps:
         try:
             with self._drafting(0, kind.propose):
                 stage.replay = self._record(lambda: self._step(kind, stage))
+            self._larger.clear()
         except (RuntimeError, PluginError) as why:  # memory is short, or an op waits for the host
             said = (str(why).splitlines() or [""])[0]
             log.warning("Steps are launched kernel by kernel: no graph of them. %s", said)
