@@ -250,8 +250,8 @@ class Planner:
         return self._switch(prospect.rate / drafted, requests / plain, requests, dear)
 
     def _switch(self, on: float, off: float, requests: int, dear: int) -> bool:
-        """Stop and come back, with trials that become rarer while they do not pay; at a load at which
-        they did not, only with one that is due there.
+        """Stop and come back, with trials that become rarer while they do not pay; at a load at
+        which they did not, only with one that is due there.
 
         ``dear``: steps over which the time that a trial costs must be spread.
         """
