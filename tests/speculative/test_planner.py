@@ -10,7 +10,8 @@ from deepinfer.api.speculative import DraftChoice, DraftFacts, DraftsLanded, Pla
 from deepinfer.errors import ConfigError
 from deepinfer_speculative.outlook import Outlook
 from deepinfer_speculative.pace import Pace
-from deepinfer_speculative.planner import FIRST_WAIT, GLANCE, TRIAL, Planner
+from deepinfer_speculative.planner import Planner
+from deepinfer_speculative.switch import FIRST_WAIT, GLANCE, TRIAL
 
 GAMMA = 4
 

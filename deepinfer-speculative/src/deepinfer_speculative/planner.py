@@ -4,7 +4,7 @@ Where you are: brain side, asked by the scheduler before each step. What it deci
 only (under the equality rule). ``static`` verifies everything that was drafted (rows for drafts
 that are not there would be padding, so it goes by what was there when last seen). ``adaptive``
 takes the K of highest expected throughput by measured costs, stops drafting where that does not pay
-and tries again now and then. ``cap`` verifies everything and lets as many drafts stand as
+and tries again now and then (``switch``). ``cap`` verifies everything and lets as many drafts stand as
 ``adaptive`` would have verified, which shows what trimming costs.
 """
 
@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from deepinfer_speculative import costs
 from deepinfer_speculative.options import take
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import DEAREST, Pace, sort_of_load
+from deepinfer_speculative.pace import DEAREST, Pace
 from deepinfer_speculative.schedule import best_rows, causal_rows, ranked, throughput
+from deepinfer_speculative.switch import TRIAL, Switch
 
 if TYPE_CHECKING:
     from deepinfer.api.speculative import DraftFacts, DraftsLanded, PlannerContext
@@ -32,25 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT: Final = 32
-LONGEST_WAIT: Final = 1024
-"""Steps without drafts before they are tried again; doubled each time it does not pay."""
-TRIAL: Final = 6
-"""Steps of a trial: a few answers are one step behind."""
-GLANCE: Final = 8
-"""Steps without drafts, now and then at each sort of load, that show what they take there: from
-drafting steps alone nobody can tell whether the table errs or the machine is slow. Drafting goes on
-behind them, and is judged by what it takes then.
-"""
 PRICE: Final = 0.005
 """Share of the time that trials may cost: where drafting is dear, they are rare from the start."""
-RETURN: Final = 1.03
-"""Drafting comes back where it promises so much more than steps without."""
-WORTH: Final = 0.99
-"""It stops where it gives less than this share of what steps without give, of late: drafts of some
-methods come in bursts, and looking for them costs little."""
-MEMORY: Final = 8
-"""Steps that "of late" means."""
 LOOK: Final = 8
 """While it pauses, a planner looks only every so many steps: its time is that of steps."""
 
@@ -85,27 +69,18 @@ class Planner:
         self._causal = walk == "causal"
         self._outlook = Outlook(context.draft_len, context.acceptance == "exact")
         self._pace = Pace()
+        self._switch = Switch(self._pace)
         self._table = None if context.mode == "static" else _table(context)
         self._prospects: dict[int, _Prospect] = {}  # by requests
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
-        self._drafting = True
-        self._wait, self._since = FIRST_WAIT, 0
-        self._failed = False  # a trial at this load
-        self._failures: dict[int, tuple[int, int]] = {}  # by sort of load: wait and since
-        self._trial = TRIAL
-        self._glance = 0
-        self._begun = False
         self._step = self._hold = 0  # of the last question, and the steps that need none after it
-        self._load = 0
-        self._edge = 1.0
-        self._edges = 0
         self.counts = {"steps": 0, "steps_with_drafts": 0, "steps_without_drafting": 0, "rows": 0}
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """K, and whether to draft behind the step."""
         self._pace.forget(facts.step)  # if it was planned before and came to nothing
         held = min(max(facts.step - self._step - 1, 0), self._hold)
-        self._since += held
+        self._switch.since += held
         choice = self._pausing(facts) if self._paused else self._drafted(facts)
         self._proposed, self._step, self._hold = choice.propose, facts.step, choice.hold
         self.counts["steps"] += held + 1
@@ -139,7 +114,7 @@ class Planner:
         ratio = self._pace.ratio
         return {
             **self.counts,
-            "drafting": float(self._drafting),
+            "drafting": float(self._switch.drafting),
             "time_ratio_drafting": ratio[True],
             "time_ratio_plain": ratio[False],
         }
@@ -147,21 +122,22 @@ class Planner:
     @property
     def _paused(self) -> bool:
         """Adaptive, and neither is anything drafted nor was it before the last step."""
-        return self._mode == "adaptive" and not (self._drafting or self._proposed)
+        return self._mode == "adaptive" and not (self._switch.drafting or self._proposed)
 
     def _pausing(self, facts: DraftFacts) -> DraftChoice:
         """A step of a pause: it has no drafts, and may be the last without drafting behind it."""
         assert self._table is not None
-        count = facts.running
+        count, switch = facts.running, self._switch
         requests = count + facts.emitting
-        if requests and (self._since % LOOK == 0 or self._changed(requests)):
+        if requests and (switch.since % LOOK == 0 or switch.changed(requests)):
             back = self._comes_back(requests)
         else:
-            self._since += 1
+            switch.since += 1
             back = False
         hold = 0
         if not facts.prefill_tokens:
-            hold = 0 if back or self._glance else -self._since % LOOK  # until it looks again
+            # Until it looks again; while it learns what steps without drafts take, it sees each.
+            hold = 0 if back or switch.glancing else -switch.since % LOOK
             seconds = self._table.plain_of(count)
             seconds += self._table.draft_of(requests) if back else 0.0
             self._pace.expect(facts.step, facts.now, seconds, back)
@@ -182,9 +158,6 @@ class Planner:
         gains = np.sort(self._outlook.usual(requests).ravel())[::-1]
         return self._prospect(gains, requests)
 
-    def _changed(self, requests: int) -> bool:
-        return abs(requests - self._load) > 0.25 * self._load
-
     def _choose(
         self, facts: DraftFacts, eligible: NDArray[np.int64], everything: int
     ) -> DraftChoice:
@@ -200,7 +173,7 @@ class Planner:
         seconds *= self._pace.ratio[True]
         rate = throughput(gains, requests, np.maximum(seconds, 1e-9))
         rows = causal_rows(rate) if self._causal else best_rows(rate, self._min_gain)
-        if self._trial and self._drafting and self._mode == "adaptive":
+        if self._switch.trial and self._switch.drafting and self._mode == "adaptive":
             few = -(-decoding // 4)
             rows = max(rows, min(len(gains), few))  # a trial has to show something
         if not self._proposed:
@@ -220,9 +193,9 @@ class Planner:
         assert self._table is not None
         requests = len(facts.decoding) + facts.emitting
         if not requests:
-            return self._drafting
+            return self._switch.drafting
         fresh = facts.emitting
-        if not (self._drafting and self._outlook.seen):
+        if not (self._switch.drafting and self._outlook.seen):
             gains, fresh = gains[:0], requests
         if fresh:
             usual = self._outlook.usual(fresh).ravel()
@@ -241,62 +214,19 @@ class Planner:
 
     def _weighed(self, prospect: _Prospect, requests: int) -> bool:
         """The same as times are of late."""
-        if self._changed(requests):
+        if self._switch.changed(requests):
             self._pace.another_load(requests)
         drafted, plain = (max(self._pace.ratio[kind], 1e-9) for kind in (True, False))
         drafted = min(drafted, DEAREST * plain)
-        plain *= prospect.plain
-        dear = int(TRIAL * max(prospect.trial * drafted / plain - 1.0, 0.0) / PRICE)
-        return self._switch(prospect.rate / drafted, requests / plain, requests, dear)
-
-    def _switch(self, on: float, off: float, requests: int, dear: int) -> bool:
-        """Stop and come back, with trials that become rarer while they do not pay; at a load at
-        which they did not, only with one that is due there.
-
-        ``dear``: steps over which the time that a trial costs must be spread.
-        """
-        self._since += 1
-        if not self._begun:  # nothing is known of the drafts yet: usual ones must promise something
-            self._begun = True
-            self._drafting = on > off
-        changed = self._changed(requests)
-        if changed:
-            if self._failed:
-                self._failures[sort_of_load(self._load)] = self._wait, self._since
-            known = self._failures.get(sort_of_load(requests))
-            self._failed = known is not None
-            self._wait, self._since = known or (FIRST_WAIT, 0)
-            self._load, self._edges, self._glance = requests, 0, 0
-        if self._drafting:
-            if changed and (self._failed or on < WORTH * off):  # what paid at another load
-                self._drafting = False
-                return False
-            if self._trial:
-                self._trial -= 1
-                return True  # what was expected before anything was seen is no measure
-            self._edges += 1
-            self._edge += (on / off - self._edge) / min(self._edges, MEMORY)
-            if self._edge >= WORTH and self._edges >= MEMORY and not self._pace.compared:
-                self._drafting, self._glance, self._since = False, GLANCE, 0
-            elif self._edge >= WORTH:
-                self._wait, self._failed = FIRST_WAIT, False
-                self._failures.pop(sort_of_load(requests), None)
-            else:
-                # Of texts that are about to end nothing is to be learnt.
-                usual = self._usual(requests).rate / max(self._pace.ratio[True], 1e-9)
-                self._drafting, self._failed, self._since = False, usual < WORTH * off, 0
-            return self._drafting
-        if self._glance:
-            if self._since >= self._glance:
-                self._glance, self._edges, self._since = 0, 0, 0
-                self._drafting, self._trial = True, TRIAL
-                self._pace.measure_again(True)
-            return self._drafting
-        promised = on > RETURN * off and (changed or self._since >= FIRST_WAIT)
-        if (promised and not self._failed) or self._since >= max(self._wait, dear):
-            self._wait, self._since = min(2 * self._wait, LONGEST_WAIT), 0
-            self._drafting, self._trial, self._edges = True, TRIAL, 0
-        return self._drafting
+        off = requests / (plain * prospect.plain)
+        cost = max(prospect.trial * drafted / (plain * prospect.plain) - 1.0, 0.0)
+        return self._switch.decide(
+            prospect.rate / drafted,
+            off,
+            requests,
+            dear=int(TRIAL * cost / PRICE),
+            usual=lambda: self._usual(requests).rate / drafted,
+        )
 
 
 def _table(context: PlannerContext) -> CostTable | None:
