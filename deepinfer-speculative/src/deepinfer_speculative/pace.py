@@ -1,4 +1,4 @@
-"""How long steps really take, against the table: :class:`Pace`."""
+"""How long steps really take, against the table: :class:`Paces`."""
 
 from __future__ import annotations
 
@@ -18,89 +18,89 @@ both kinds of steps, and how they differ was learnt when both were fresh."""
 OLD: Final = 1024
 """Steps after which it is worth looking at the other kind again."""
 KNOWN: Final = 5
-"""Steps of each kind at a load that show how they differ there."""
+"""Steps of each kind that show how they differ."""
 DEAREST: Final = 4.0
 """They do not differ by more, nor does a step from those before it."""
 
 
-def sort_of_load(requests: int) -> int:
-    """Loads of one sort are within a factor of √2, about."""
-    return round(2 * math.log2(max(requests, 1)))
-
-
 class Pace:
-    """Running ratios of measured to predicted seconds, of steps with and without drafting.
+    """Running ratios of measured to predicted seconds at one sort of load, of steps with drafting
+    (True) and without.
 
     A table is measured on short texts and on a quiet machine; the ratio carries what is different,
-    so that drafting and not drafting are compared as they are. A step lasts from the answer before
-    it, or from its own planning where the device had nothing to do, to its own.
+    so that drafting and not drafting are compared as they are.
+
+    Args:
+        ratio: of a kind that was not seen yet, while the other was not either.
     """
 
-    def __init__(self) -> None:
-        self.ratio = {True: 1.0, False: 1.0}
+    def __init__(self, ratio: float = 1.0) -> None:
+        self.ratio = {True: ratio, False: ratio}
         self._took = {kind: deque[float](maxlen=RECENT) for kind in (True, False)}
         self._ages = {True: 0, False: 0}
-        self._last = True  # the kind that was seen last
-        self._open: dict[int, tuple[bool, float, float]] = {}
-        self._load = 0
-        self._dearer: dict[int, float] = {}  # how steps with drafting err over those without
-
-    def expect(self, step: int, now: float, seconds: float, drafting: bool) -> None:
-        """A step was planned; ``seconds``: by the table."""
-        if len(self._open) > LONGEST:
-            self._open.clear()
-        self._open[step] = (drafting, seconds, now)
-
-    def landed(self, step: int, now: float, before: float) -> None:
-        """Its answer is here; ``before``: when that of the step before it was."""
-        expected = self._open.pop(step, None)
-        if expected is None or expected[1] <= 0:
-            return
-        drafting, seconds, planned = expected
-        took = now - max(before, planned)
-        old, recent = self.ratio[drafting], self._took[drafting]
-        recent.append(min(max(took / seconds, old / DEAREST), old * DEAREST))
-        self.ratio[drafting] = sorted(recent)[(len(recent) - 1) // 2]
-        self._last, other = drafting, not drafting
-        self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
-        if not self._took[other]:
-            self._guess(other)
-        elif self._ages[other] <= STALE:
-            if min(map(len, self._took.values())) >= KNOWN:
-                dearer = self.ratio[True] / max(self.ratio[False], 1e-9)
-                self._dearer[self._load] = min(max(dearer, 1.0 / DEAREST), DEAREST)
-        else:
-            self.ratio[other] *= self.ratio[drafting] / old
-            self.measure_again(other)
 
     @property
     def compared(self) -> bool:
-        """Both kinds of steps have been seen at a load of this sort, one soon after the other, and
-        not too long ago.
-        """
-        return self._load in self._dearer and max(self._ages.values()) < OLD
+        """Both kinds of steps have been seen here, and not too long ago."""
+        return min(map(len, self._took.values())) >= KNOWN and max(self._ages.values()) < OLD
 
-    def forget(self, step: int) -> None:
-        """Its answer says nothing of time."""
-        self._open.pop(step, None)
+    def landed(self, drafting: bool, ratio: float) -> None:
+        """A step of that kind took so many times what was predicted."""
+        old, other = self.ratio[drafting], not drafting
+        self._took[drafting].append(min(max(ratio, old / DEAREST), old * DEAREST))
+        self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
+        recent = sorted(self._took[drafting])
+        self.ratio[drafting] = recent[(len(recent) - 1) // 2]
+        if not self._took[other]:
+            self.ratio[other] = self.ratio[drafting]
+        elif self._ages[other] > STALE:
+            change = self.ratio[drafting] / old
+            self.ratio[other] *= change
+            self._took[other] = deque((r * change for r in self._took[other]), maxlen=RECENT)
 
     def measure_again(self, drafting: bool) -> None:
         """Steps of this kind were seen in what may have been another time."""
         self._took[drafting].clear()
         self._took[drafting].append(self.ratio[drafting])
 
-    def another_load(self, requests: int) -> None:
-        """What was seen says how the table errs at one load; at another only how fast the machine
-        is: both ratios are the one that was seen last, until they are seen here. How the two
-        differed when they were last seen at such a load is remembered.
-        """
-        self._load = sort_of_load(requests)
-        self._guess(not self._last)
-        for kind, took in self._took.items():
-            self._ages[kind] = 0
-            took.clear()
 
-    def _guess(self, kind: bool) -> None:
-        """Of a kind that was not seen at this load, from the other."""
-        dearer = self._dearer.get(self._load, 1.0)
-        self.ratio[kind] = self.ratio[not kind] * (dearer if kind else 1.0 / dearer)
+class Paces:
+    """One pace for each sort of load: how the table errs at one is not held against another, where
+    both ratios begin as the one that was seen last.
+
+    A step lasts from the answer before it, or from its own planning where the device had nothing to
+    do, to its own.
+    """
+
+    def __init__(self) -> None:
+        self._paces: dict[int, Pace] = {}
+        self._open: dict[int, tuple[Pace, bool, float, float]] = {}
+        self._last = 1.0
+
+    def at(self, sort: int) -> Pace:
+        """That of a sort of load (:func:`sort_of_load`)."""
+        return self._paces.setdefault(sort, Pace(self._last))
+
+    def expect(self, step: int, now: float, seconds: float, pace: Pace, drafting: bool) -> None:
+        """A step was planned; ``seconds``: by the table."""
+        if len(self._open) > LONGEST:
+            self._open.clear()
+        self._open[step] = pace, drafting, seconds, now
+
+    def landed(self, step: int, now: float, before: float) -> None:
+        """Its answer is here; ``before``: when that of the step before it was."""
+        expected = self._open.pop(step, None)
+        if expected is None or expected[2] <= 0:
+            return
+        pace, drafting, seconds, planned = expected
+        pace.landed(drafting, (now - max(before, planned)) / seconds)
+        self._last = pace.ratio[drafting]
+
+    def forget(self, step: int) -> None:
+        """Its answer says nothing of time."""
+        self._open.pop(step, None)
+
+
+def sort_of_load(requests: int) -> int:
+    """Loads of one sort are within a factor of √2, about."""
+    return round(2 * math.log2(max(requests, 1)))

@@ -4,8 +4,8 @@ Where you are: brain side, asked by the scheduler before each step. What it deci
 only (under the equality rule). ``static`` verifies everything that was drafted (rows for drafts
 that are not there would be padding, so it goes by what was there when last seen). ``adaptive``
 takes the K of highest expected throughput by measured costs, stops drafting where that does not pay
-and tries again now and then (``switch``). ``cap`` verifies everything and lets as many drafts stand as
-``adaptive`` would have verified, which shows what trimming costs.
+and tries again now and then (``switch``). ``cap`` verifies everything and lets as many drafts stand
+as ``adaptive`` would have verified, which shows what trimming costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deepinfer_speculative import costs
 from deepinfer_speculative.options import take
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import DEAREST, Pace
+from deepinfer_speculative.pace import DEAREST, Paces, sort_of_load
 from deepinfer_speculative.schedule import best_rows, causal_rows, ranked, throughput
 from deepinfer_speculative.switch import TRIAL, Switch
 
@@ -68,8 +68,10 @@ class Planner:
         walk = take(context.options, "walk", str, "global", among=("global", "causal"))
         self._causal = walk == "causal"
         self._outlook = Outlook(context.draft_len, context.acceptance == "exact")
-        self._pace = Pace()
-        self._switch = Switch(self._pace)
+        self._paces = Paces()
+        self._switches: dict[int, Switch] = {}  # by sort of load
+        self._sort, self._enters = 0, False
+        self._switch = self._at(self._sort)
         self._table = None if context.mode == "static" else _table(context)
         self._prospects: dict[int, _Prospect] = {}  # by requests
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
@@ -78,9 +80,13 @@ class Planner:
 
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """K, and whether to draft behind the step."""
-        self._pace.forget(facts.step)  # if it was planned before and came to nothing
+        self._paces.forget(facts.step)  # if it was planned before and came to nothing
         held = min(max(facts.step - self._step - 1, 0), self._hold)
         self._switch.since += held
+        if requests := facts.running + facts.emitting:
+            sort = sort_of_load(requests)
+            self._enters, self._sort = sort != self._sort, sort
+            self._switch = self._at(sort)
         choice = self._pausing(facts) if self._paused else self._drafted(facts)
         self._proposed, self._step, self._hold = choice.propose, facts.step, choice.hold
         self.counts["steps"] += held + 1
@@ -88,6 +94,12 @@ class Planner:
         self.counts["steps_without_drafting"] += held + (not choice.propose)
         self.counts["rows"] += choice.rows
         return choice
+
+    def _at(self, sort: int) -> Switch:
+        """The switch of a sort of load."""
+        if sort not in self._switches:
+            self._switches[sort] = Switch(self._paces.at(sort))
+        return self._switches[sort]
 
     def _drafted(self, facts: DraftFacts) -> DraftChoice:
         """A step that may have drafts."""
@@ -101,17 +113,17 @@ class Planner:
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
         if landed.out.counts.any() and not landed.out.warming:
-            self._pace.landed(landed.out.step, landed.now, landed.before)
+            self._paces.landed(landed.out.step, landed.now, landed.before)
         else:  # if of texts that have ended: nobody hurries to take it
-            self._pace.forget(landed.out.step)
+            self._paces.forget(landed.out.step)
         if self._paused:
             self._outlook.clear()
         else:
             self._outlook.observe(landed)
 
     def report(self) -> dict[str, float]:
-        """Counters, the running ratios of measured to predicted time, and the state."""
-        ratio = self._pace.ratio
+        """Counters; at this load: the running ratios of measured to predicted time, the state."""
+        ratio = self._switch.pace.ratio
         return {
             **self.counts,
             "drafting": float(self._switch.drafting),
@@ -129,7 +141,7 @@ class Planner:
         assert self._table is not None
         count, switch = facts.running, self._switch
         requests = count + facts.emitting
-        if requests and (switch.since % LOOK == 0 or switch.changed(requests)):
+        if requests and (switch.since % LOOK == 0 or self._enters):
             back = self._comes_back(requests)
         else:
             switch.since += 1
@@ -140,7 +152,7 @@ class Planner:
             hold = 0 if back or switch.glancing else -switch.since % LOOK
             seconds = self._table.plain_of(count)
             seconds += self._table.draft_of(requests) if back else 0.0
-            self._pace.expect(facts.step, facts.now, seconds, back)
+            self._paces.expect(facts.step, facts.now, seconds, switch.pace, back)
         return DraftChoice(0, propose=back, hold=hold)
 
     def _comes_back(self, requests: int) -> bool:
@@ -169,8 +181,10 @@ class Planner:
         requests = decoding + facts.emitting
         propose = self._mode == "cap" or self._pays(every, facts)
         tokens = decoding + facts.prefill_tokens
+        pace = self._switch.pace
+        ratio = pace.ratio[True]
         seconds = self._table.steps(tokens, len(gains), requests, propose)
-        seconds *= self._pace.ratio[True]
+        seconds *= ratio
         rate = throughput(gains, requests, np.maximum(seconds, 1e-9))
         rows = causal_rows(rate) if self._causal else best_rows(rate, self._min_gain)
         if self._switch.trial and self._switch.drafting and self._mode == "adaptive":
@@ -182,8 +196,8 @@ class Planner:
             return DraftChoice(everything, keep=rows)
         drafting = propose or rows > 0
         if not facts.prefill_tokens:
-            plain = seconds[rows] / self._pace.ratio[True]
-            self._pace.expect(facts.step, facts.now, float(plain), drafting)
+            plain = float(seconds[rows] / ratio)
+            self._paces.expect(facts.step, facts.now, plain, pace, drafting)
         return DraftChoice(rows, propose=propose)
 
     def _pays(self, gains: Floats, facts: DraftFacts) -> bool:
@@ -214,16 +228,14 @@ class Planner:
 
     def _weighed(self, prospect: _Prospect, requests: int) -> bool:
         """The same as times are of late."""
-        if self._switch.changed(requests):
-            self._pace.another_load(requests)
-        drafted, plain = (max(self._pace.ratio[kind], 1e-9) for kind in (True, False))
+        drafted, plain = (max(self._switch.pace.ratio[kind], 1e-9) for kind in (True, False))
         drafted = min(drafted, DEAREST * plain)
         off = requests / (plain * prospect.plain)
         cost = max(prospect.trial * drafted / (plain * prospect.plain) - 1.0, 0.0)
         return self._switch.decide(
             prospect.rate / drafted,
             off,
-            requests,
+            self._enters,
             dear=int(TRIAL * cost / PRICE),
             usual=lambda: self._usual(requests).rate / drafted,
         )

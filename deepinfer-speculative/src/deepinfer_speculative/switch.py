@@ -1,11 +1,11 @@
-"""Whether anything is drafted at the present load: :class:`Switch`. No torch."""
+"""Whether anything is drafted at a load: :class:`Switch`. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from deepinfer_speculative.pace import sort_of_load
+from deepinfer_speculative.pace import OLD
 
 if TYPE_CHECKING:
     from deepinfer_speculative.pace import Pace
@@ -16,9 +16,9 @@ LONGEST_WAIT: Final = 1024
 TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""
 GLANCE: Final = 8
-"""Steps without drafts, now and then at each sort of load, that show what they take there: from
-drafting steps alone nobody can tell whether the table errs or the machine is slow. Drafting goes on
-behind them, and is judged by what it takes then.
+"""Steps without drafts, now and then, that show what they take: from drafting steps alone nobody
+can tell whether the table errs or the machine is slow. Drafting goes on behind them, and is judged
+by what it takes then.
 """
 RETURN: Final = 1.03
 """Drafting comes back where it promises so much more than steps without."""
@@ -30,78 +30,60 @@ MEMORY: Final = 8
 
 
 class Switch:
-    """Stops drafting and comes back, with trials that become rarer while drafts do not pay. Where
-    a trial at a load showed that they do not, only the next one that is due there brings them back.
+    """Stops drafting and comes back, at one sort of load; others have books of their own, so that
+    loads which change every few steps are judged like any. Trials become rarer while drafts do not
+    pay, and behind one that failed only the next that is due brings them back.
 
     Attributes:
         drafting: the last decision.
         trial: steps left of a trial; what was expected before anything was seen is no measure.
         glancing: steps are looked at that do not draft.
-        since: steps without drafts at this load; whoever decides nothing for a step counts it here.
+        since: steps without drafts; whoever decides nothing for a step counts it here.
     """
 
     def __init__(self, pace: Pace) -> None:
-        self._pace = pace
+        self.pace = pace
         self.drafting, self.glancing = True, False
         self.trial, self.since = TRIAL, 0
         self._begun = False
-        self._load = 0
         self._wait = FIRST_WAIT
-        self._failed = False  # the last trial at this load
-        self._failures: dict[int, tuple[int, int]] = {}  # by sort of load: wait and since
+        self._failed = False  # the last trial
         self._edge = 1.0  # what drafting gives over what steps without give, of late
         self._edges = 0
-
-    def changed(self, requests: int) -> bool:
-        """Whether that is another load than at the last decision."""
-        return abs(requests - self._load) > 0.25 * self._load
+        self._glance_due = 0  # steps until there may be one
 
     def decide(
-        self, on: float, off: float, requests: int, dear: int, usual: Callable[[], float]
+        self, on: float, off: float, enters: bool, dear: int, usual: Callable[[], float]
     ) -> bool:
         """Tokens a second with drafts, as far as these requests have room for any, and without.
 
-        ``dear``: steps over which the time that a trial costs must be spread; ``usual``: ``on``
-        with drafts for everybody, as they are of late.
+        ``enters``: the step before was at another load; ``dear``: steps over which the time that a
+        trial costs must be spread; ``usual``: ``on`` with drafts for everybody, as they are of
+        late.
         """
         self.since += 1
+        self._glance_due -= 1
         if not self._begun:  # nothing is known of the drafts yet: usual ones must promise something
-            self._begun = True
-            self.drafting = on > off
-        changed = self.changed(requests)
-        if changed:
-            self._move(requests)
+            self._begun, self.drafting = True, on > off
         if self.drafting:
-            self._judge(on, off, changed, usual)
+            self._judge(on, off, usual)
         elif self.glancing:
             if self.since >= GLANCE:
-                self._pace.measure_again(True)
+                self.pace.measure_again(True)
                 self._try()
         else:
-            promised = on > RETURN * off and (changed or self.since >= FIRST_WAIT)
+            promised = on > RETURN * off and (enters or self.since >= FIRST_WAIT)
             if (promised and not self._failed) or self.since >= max(self._wait, dear):
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
                 self._try()
         return self.drafting
 
-    def _move(self, requests: int) -> None:
-        """To another load, and what is known of it."""
-        if self._failed:
-            self._failures[sort_of_load(self._load)] = self._wait, self.since
-        known = self._failures.get(sort_of_load(requests))
-        self._failed = known is not None
-        self._wait, self.since = known or (FIRST_WAIT, 0)
-        self._load, self._edges, self.glancing = requests, 0, False
-
     def _try(self) -> None:
         self.drafting, self.glancing = True, False
         self.trial, self.since, self._edges = TRIAL, 0, 0
 
-    def _judge(self, on: float, off: float, changed: bool, usual: Callable[[], float]) -> None:
+    def _judge(self, on: float, off: float, usual: Callable[[], float]) -> None:
         """While it drafts."""
-        if changed and (self._failed or on < WORTH * off):  # what paid at another load
-            self.drafting = False
-            return
         if self.trial:
             self.trial -= 1
             return
@@ -110,8 +92,8 @@ class Switch:
         if self._edge < WORTH:
             # Of texts that are about to end nothing is to be learnt.
             self.drafting, self.since, self._failed = False, 0, usual() < WORTH * off
-        elif self._edges >= MEMORY and not self._pace.compared:
+        elif self._edges >= MEMORY and self._glance_due <= 0 and not self.pace.compared:
             self.drafting, self.since, self.glancing = False, 0, True
+            self._glance_due = OLD
         else:
             self._wait, self._failed = FIRST_WAIT, False
-            self._failures.pop(sort_of_load(self._load), None)
