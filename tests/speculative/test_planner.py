@@ -487,6 +487,25 @@ def test_a_machine_that_was_busy_at_first_is_no_reason_against_drafts(tmp_path, 
     assert (engine.tokens - before) / (engine.now - began) > 1.6 / device.took(1, False)
 
 
+class WithPrompts(Engine):
+    """Prompts run beside every step."""
+
+    def choose(self):
+        return self.planner.choose(
+            facts(self.views, step=self.step, now=self.now, prefill_tokens=9)
+        )
+
+
+@pytest.mark.parametrize("dear, pays", [(0.3, True), (3.0, False)])
+def test_where_prompts_run_in_every_step_time_is_learnt_all_the_same(tmp_path, dear, pays):
+    shape = {"base": 0.02, "row": 0.0001, "draft": 0.02}
+    planner = Planner(context(tmp_path, Device(**shape)))
+    engine = WithPrompts(planner, Device(**{**shape, "draft": 0.02 * dear}), 4, stand=0.6, sure=0.6)
+    engine.run(400)
+    drafts = [c.propose for c in engine.choices[-200:]]
+    assert sum(drafts) > 180 if pays else sum(drafts) < 20
+
+
 def test_a_plan_that_came_to_nothing_is_no_step(tmp_path):
     """The same step may be planned again, with a prompt in it."""
     planner = Planner(context(tmp_path, Device(base=0.01)))

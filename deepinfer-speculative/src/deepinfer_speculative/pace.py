@@ -42,7 +42,11 @@ class Pace:
     @property
     def compared(self) -> bool:
         """Both kinds of steps have been seen here, and not too long ago."""
-        return min(map(len, self._took.values())) >= KNOWN and max(self._ages.values()) < OLD
+        return self.knows(True) and self.knows(False) and max(self._ages.values()) < OLD
+
+    def knows(self, drafting: bool) -> bool:
+        """Enough steps of that kind have been seen here."""
+        return len(self._took[drafting]) >= KNOWN
 
     def landed(self, drafting: bool, ratio: float) -> None:
         """A step of that kind took so many times what was predicted."""

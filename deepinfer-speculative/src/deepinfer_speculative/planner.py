@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deepinfer_speculative import costs
 from deepinfer_speculative.options import take
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import DEAREST, Paces, sort_of_load
+from deepinfer_speculative.pace import DEAREST, STALE, Paces, sort_of_load
 from deepinfer_speculative.schedule import best_rows, causal_rows, ranked, throughput
 from deepinfer_speculative.switch import TRIAL, Switch
 
@@ -75,6 +75,7 @@ class Planner:
         self._table = None if context.mode == "static" else _table(context)
         self._prospects: dict[int, _Prospect] = {}  # by requests
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
+        self._beside = 0  # steps with prompts, one behind the other
         self._step = self._hold = 0  # of the last question, and the steps that need none after it
         self.counts = {"steps": 0, "steps_with_drafts": 0, "steps_without_drafting": 0, "rows": 0}
 
@@ -83,6 +84,7 @@ class Planner:
         self._paces.forget(facts.step)  # if it was planned before and came to nothing
         held = min(max(facts.step - self._step - 1, 0), self._hold)
         self._switch.since += held
+        self._beside = self._beside + 1 if facts.prefill_tokens else 0
         if requests := facts.running + facts.emitting:
             sort = sort_of_load(requests)
             self._enters, self._sort = sort != self._sort, sort
@@ -94,6 +96,10 @@ class Planner:
         self.counts["steps_without_drafting"] += held + (not choice.propose)
         self.counts["rows"] += choice.rows
         return choice
+
+    def _is_measure(self, facts: DraftFacts) -> bool:
+        """What a prompt takes is no measure of steps, unless there is nothing else to go by."""
+        return not facts.prefill_tokens or self._beside > STALE
 
     def _at(self, sort: int) -> Switch:
         """The switch of a sort of load."""
@@ -147,10 +153,10 @@ class Planner:
             switch.since += 1
             back = False
         hold = 0
-        if not facts.prefill_tokens:
+        if self._is_measure(facts):
             # Until it looks again; while it learns what steps without drafts take, it sees each.
             hold = 0 if back or switch.glancing else -switch.since % LOOK
-            seconds = self._table.plain_of(count)
+            seconds = self._table.plain_of(count + facts.prefill_tokens)
             seconds += self._table.draft_of(requests) if back else 0.0
             self._paces.expect(facts.step, facts.now, seconds, switch.pace, back)
         return DraftChoice(0, propose=back, hold=hold)
@@ -195,7 +201,7 @@ class Planner:
         if self._mode == "cap":
             return DraftChoice(everything, keep=rows)
         drafting = propose or rows > 0
-        if not facts.prefill_tokens:
+        if self._is_measure(facts):
             plain = float(seconds[rows] / ratio)
             self._paces.expect(facts.step, facts.now, plain, pace, drafting)
         return DraftChoice(rows, propose=propose)

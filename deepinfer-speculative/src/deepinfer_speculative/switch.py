@@ -82,6 +82,9 @@ class Switch:
         self.drafting, self.glancing = True, False
         self.trial, self.since, self._edges = TRIAL, 0, 0
 
+    def _may_glance(self) -> bool:
+        return self._glance_due <= 0 and self.pace.knows(True) and not self.pace.compared
+
     def _judge(self, on: float, off: float, usual: Callable[[], float]) -> None:
         """While it drafts."""
         if self.trial:
@@ -92,7 +95,7 @@ class Switch:
         if self._edge < WORTH:
             # Of texts that are about to end nothing is to be learnt.
             self.drafting, self.since, self._failed = False, 0, usual() < WORTH * off
-        elif self._edges >= MEMORY and self._glance_due <= 0 and not self.pace.compared:
+        elif self._edges >= MEMORY and self._may_glance():
             self.drafting, self.since, self.glancing = False, 0, True
             self._glance_due = OLD
         else:

@@ -160,6 +160,19 @@ def test_there_are_only_so_many_graphs(model, monkeypatch, recording):
     assert counts["recorded"] == 1 and counts["replays"] > 3
 
 
+def test_steps_stay_in_larger_graphs_where_no_more_may_be_recorded(model, monkeypatch, recording):
+    prompts, params = asked(3)
+    params = [SamplingParams(temperature=0, max_tokens=40 if i else 80, ignore_eos=True)
+              for i in range(3)]  # fmt: skip
+    want = said(model, prompts, params)
+    counts = recording()
+    monkeypatch.setattr(recorded, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(recorded, "MORE", (0,))  # prompts go in halves
+    monkeypatch.setattr(recorded, "WISHED", 12)
+    assert said(model, prompts, params) == want
+    assert counts["recorded"] == 1 and counts["replays"] > 70
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_memory_that_runs_out_in_a_whole_step(model, monkeypatch, moved, recording):
     """Before the table has moved on the step runs again, in halves; afterwards it cannot."""

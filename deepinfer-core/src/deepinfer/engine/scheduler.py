@@ -133,8 +133,8 @@ class Scheduler:
 
     def _drafts(self, facts: StepFacts, budget: Budget) -> DraftChoice:
         """Draft rows of the whole step; they come out of the token budget, anchors first."""
-        comes = facts.waiting and self.cache.slots  # somebody may: else the load is what it was
-        if self._hold and not comes and facts.running == facts.decoding == self._held:
+        same = self._hold and facts.running == facts.decoding == self._held
+        if same and next(self._prompts_left(), None) is None:
             self._hold -= 1
             self._unseen.add(self._rows.steps + 1)
             return NO_DRAFTS
@@ -183,8 +183,13 @@ class Scheduler:
         for r in self.running:
             if r.prefilled < r.prefill_to:
                 yield r.prefill_to - r.prefilled
+        free = self.cache.pool.free
         for r in self.waiting[: len(self.cache.slots)]:
-            yield len(r.tokens) - self.cache.likely(r)
+            found = self.cache.likely(r)
+            free -= self.cache.pages_for(len(r.tokens)) - found // self.cache.page_size
+            if free < 0 or r.status is not Status.WAITING:
+                return  # it holds up those behind
+            yield len(r.tokens) - found
 
     def _decodes(self, build: PlanBuilder) -> None:
         """One row for each running request whose text may not be complete yet.

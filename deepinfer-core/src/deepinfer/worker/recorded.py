@@ -180,6 +180,7 @@ class RecordedSteps:
         if not plain or self._drafting is None or not isinstance(rig.verifier, EqualityVerifier):
             self._record = None
         self._stages: dict[_Kind, _Stage] = {}
+        self._count = 0  # of graphs
         self._larger: dict[_Kind, _Kind | None] = {}  # which graph serves, of those there are
         self._last: tuple[tuple[int, bytes], PlainRows | None] = ((-1, b""), None)
 
@@ -205,7 +206,7 @@ class RecordedSteps:
         kind, stage = self._served(kind)
         self._fill(stage, rows)
         assert self._drafting is not None
-        warming = stage.replay is None and len(self._graphs()) < MOST_GRAPHS
+        warming = stage.replay is None and self._count < MOST_GRAPHS
         if warming and stage.ran and not self._recorded(kind, stage):
             return None
         with self._drafting(kind.tokens, kind.propose):
@@ -215,15 +216,15 @@ class RecordedSteps:
 
     def _served(self, kind: _Kind) -> tuple[_Kind, _Stage]:
         """What a step of that kind runs in."""
-        stage = self._stage(kind)
-        if stage.replay is not None or stage.wished >= WISHED:
+        stage, room = self._stage(kind), self._count < MOST_GRAPHS
+        if stage.replay is not None or (stage.wished >= WISHED and room):
             return kind, stage
         if kind not in self._larger:
             larger = [k for k in self._graphs() if k.serves(kind)]
             self._larger[kind] = min(larger, key=lambda k: k.tokens, default=None)
         least = self._larger[kind]
         if least is None:
-            kind = self._roomy(kind)
+            kind = self._roomy(kind) if room else kind
             return kind, self._stage(kind)
         stage.wished += max(least.tokens - kind.tokens, 1)
         return least, self._stages[least]
@@ -285,7 +286,7 @@ class RecordedSteps:
         shape = self._rig.slots.shape
         count = min(tier(len(rows.array)), max(shape.slots, len(rows.array)))
         drafts = draft_tier(count, plan.draft_rows)
-        if rows.more:
+        if rows.more and drafts:
             drafts = min(tier(-(-drafts // count)), shape.draft_len) * count
         longest = max(self._batches.longest(rows.array), LEAST_LONGEST)
         pages = 1 << (-(-longest // shape.page_size) - 1).bit_length()
@@ -309,6 +310,7 @@ class RecordedSteps:
         try:
             with self._drafting(0, kind.propose):
                 stage.replay = self._record(lambda: self._step(kind, stage))
+            self._count += 1
             self._larger.clear()
         except (RuntimeError, PluginError) as why:  # memory is short, or an op waits for the host
             said = (str(why).splitlines() or [""])[0]
