@@ -95,7 +95,7 @@ def test_the_draft_length(monkeypatch):
     assert asked({"num_speculative_tokens": 2}).draft_length(5) == 2, "an argument wins"
     monkeypatch.setenv(NEXTN, "0")
     assert asked("ngram") is None
-    for wrong in ("-1", "many", "1.5"):
+    for wrong in ("-1", "many", "1.5", "65"):
         monkeypatch.setenv(NEXTN, wrong)
         with pytest.raises(ConfigError, match=NEXTN):
             asked("ngram")

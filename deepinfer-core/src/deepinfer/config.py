@@ -71,7 +71,7 @@ class SpeculativeConfig(BaseModel):
 
     method: _Name | None = None
     model: _Place | None = None
-    num_speculative_tokens: int | None = Field(default=None, ge=0, le=64)
+    num_speculative_tokens: int | None = Field(default=None, ge=0, le=settings.LONGEST_DRAFT)
     mode: Literal["adaptive", "static", "cap", "off"] = "adaptive"
     acceptance: Literal["exact", "ratio"] = "exact"
     options: dict[str, Any] = Field(default_factory=dict)

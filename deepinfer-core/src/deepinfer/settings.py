@@ -16,6 +16,8 @@ from typing import Any, Final
 
 from deepinfer.errors import ConfigError
 
+LONGEST_DRAFT: Final = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -39,6 +41,13 @@ def _count(text: str) -> int:
     value = int(text) if text.strip().isdigit() else -1
     if value < 0:
         raise ValueError("expected a whole number, 0 or more")
+    return value
+
+
+def _draft_length(text: str) -> int:
+    value = int(text) if text.strip().isdigit() else -1
+    if not 0 <= value <= LONGEST_DRAFT:
+        raise ValueError(f"expected a whole number, 0 to {LONGEST_DRAFT}")
     return value
 
 
@@ -71,7 +80,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         ),
         Setting(
             "DEEPINFER_USE_NEXTN_DECODE",
-            _count,
+            _draft_length,
             5,
             "deepinfer-speculative",
             "The draft length; unset, 5 or what the draft was trained for, whichever is less; 0 is "

@@ -170,6 +170,7 @@ def cached(folder: Path, identity: str, measure: Callable[[], CostTable]) -> Cos
         return CostTable.from_json(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, ConfigError):
         pass
+    log.info("Measuring what steps with drafts and without cost; kept as %s.", path)
     table = measure()
     try:
         _write(path, json.dumps({**table.to_json(), "of": identity}, indent=1))

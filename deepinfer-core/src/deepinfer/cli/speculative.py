@@ -100,7 +100,8 @@ def read_prompts(file: Path, limit: int | None) -> list[Any]:
                 found.append(_text(said["prompt"]))
         except (ValueError, KeyError, IndexError, TypeError) as why:
             raise ConfigError(
-                f'{file}, line {number}: expected {{"turns": ["…"]}} or {{"prompt": "…"}} ({why}).',
+                f'{file}, line {number}: expected {{"turns": ["…"]}} or {{"prompt": "…"}}, '
+                f"found {line[:60].decode('utf-8', 'replace')!r}.",
                 setting="prompts",
             ) from why
     if not found:

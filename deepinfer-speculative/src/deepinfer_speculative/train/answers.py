@@ -139,7 +139,7 @@ def read_prompts(folder: Path, limit: int = 0) -> Iterator[tuple[str, str]]:
                 prompt = json.loads(line)["turns"][0]
             except (ValueError, KeyError, IndexError, TypeError) as why:
                 raise ConfigError(
-                    f'{file}, line {number}: expected {{"turns": ["…"]}} ({why}).',
+                    f'{file}, line {number}: expected {{"turns": ["…"]}}, found {line[:60]!r}.',
                     setting="prompts",
                 ) from why
             yield file.stem, str(prompt)
