@@ -48,7 +48,7 @@ def test_shorter_drafts_are_the_first_rows(drafted, monkeypatch, length):
 def test_drafts_that_nobody_verifies_are_not_made(learn, monkeypatch, tmp_path):
     """Where only one draft pays, two are made: one more, to see whether it would."""
     target, draft, _ = learn("dspark")
-    curve = {"sizes": [1, 2, 3, 6], "seconds": [1.0, 1.0, 9.0, 36.0], "tier_limit": 0}
+    curve = {"sizes": [3, 6, 9, 18], "seconds": [1.0, 1.0, 9.0, 36.0], "tier_limit": 0}
     costs = tmp_path / "costs.json"
     free = {"sizes": [1], "seconds": [0.0]}
     costs.write_text(
@@ -56,16 +56,17 @@ def test_drafts_that_nobody_verifies_are_not_made(learn, monkeypatch, tmp_path):
     )
     asked = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
     with engine(target, None) as llm:
-        alone = ids(llm.generate(prompts(1), asked))
+        alone = ids(llm.generate(prompts(3), asked))
     watched = Watched(monkeypatch)
     monkeypatch.setattr(Pace, "compared", True)  # this table is of no machine
     options = {"model": str(draft), "costs": str(costs)}
     with LLM(str(target), max_model_len=128, num_threads=1, speculative=options) as llm:
-        outs = llm.generate(prompts(1), asked)
+        outs = llm.generate(prompts(3), asked)
     assert ids(outs) == alone
-    assert outs[0].metrics.accepted > 0
+    assert sum(out.metrics.accepted for out in outs) > 0
     counts = [sum(drafts[2:]) for _, drafts, _ in watched.rounds]
-    assert any(counts[:20]) and len(counts) > 45 and not any(counts[40:])
+    assert any(counts[:60]) and len(counts) > 200
+    assert not any(counts[120:200]), "the last requests may have all heads"
 
 
 class Pausing:

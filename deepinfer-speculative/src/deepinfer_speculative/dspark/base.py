@@ -35,6 +35,9 @@ MEMORY: Final = 32
 WORTH: Final = 0.4
 """A head runs while so many of the requests have verified what it drafts, of late: it reads the
 vocabulary's weights for all of them."""
+FEW: Final = 2
+"""For so many requests all heads run: one costs a per cent of their step, and a planner asks for as
+many drafts as it has seen."""
 EXPLORE: Final = 16
 """Drafts after which one head more is tried."""
 
@@ -195,7 +198,8 @@ class BlockDrafter(StateDrafter):
         if not len(slots):
             return Drafts(anchors.new_zeros((0, self.draft_len)), None)
         assert self._slots is not None and self._kv is not None, "bind comes first"
-        view, gamma = self._slots, self._heads.next()
+        view = self._slots
+        gamma = self.draft_len if len(slots) <= FEW else self._heads.next()
         self.settle(self._kv)
         ids, confidence = self._made(anchors, slots, view, gamma)
         if short := self.draft_len - gamma:
