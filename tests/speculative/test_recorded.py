@@ -4,6 +4,7 @@ import json
 
 import pytest
 from deepinfer import SamplingParams
+from deepinfer.worker import recorded
 from deepinfer.worker.runner import ModelRunner
 from deepinfer_speculative.dspark import drafter as dspark
 from deepinfer_speculative.dspark.base import BlockDrafter, StateDrafter
@@ -98,6 +99,7 @@ def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog,
     with engine(target, None, **more) as llm:
         want = ids(llm.generate(prompts(7), PARAMS))
     counts = freezing()
+    monkeypatch.setattr(recorded, "WISHED", 150)  # a graph takes the tape a second
     monkeypatch.setattr(BlockDrafter, "allot", StateDrafter.allot)  # a GPU's: it looks at nothing
     with engine(target, draft, **more) as llm:
         runner = llm.assembly.engine.executor._host.runner
