@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,17 +38,11 @@ def _flag(text: str) -> bool:
     return value
 
 
-def _count(text: str) -> int:
+def _count(text: str, most: int | None = None) -> int:
     value = int(text) if text.strip().isdigit() else -1
-    if value < 0:
-        raise ValueError("expected a whole number, 0 or more")
-    return value
-
-
-def _draft_length(text: str) -> int:
-    value = int(text) if text.strip().isdigit() else -1
-    if not 0 <= value <= LONGEST_DRAFT:
-        raise ValueError(f"expected a whole number, 0 to {LONGEST_DRAFT}")
+    if value < 0 or (most is not None and value > most):
+        bound = "or more" if most is None else f"to {most}"
+        raise ValueError(f"expected a whole number, 0 {bound}")
     return value
 
 
@@ -80,7 +75,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
         ),
         Setting(
             "DEEPINFER_USE_NEXTN_DECODE",
-            _draft_length,
+            partial(_count, most=LONGEST_DRAFT),
             5,
             "deepinfer-speculative",
             "The draft length; unset, 5 or what the draft was trained for, whichever is less; 0 is "

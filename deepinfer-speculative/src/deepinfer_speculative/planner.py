@@ -236,11 +236,11 @@ class Planner:
         """The same as times are of late."""
         drafted, plain = (max(self._switch.pace.ratio[kind], 1e-9) for kind in (True, False))
         drafted = min(drafted, DEAREST * plain)
-        off = requests / (plain * prospect.plain)
-        cost = max(prospect.trial * drafted / (plain * prospect.plain) - 1.0, 0.0)
+        plain *= prospect.plain
+        cost = max(prospect.trial * drafted / plain - 1.0, 0.0)
         return self._switch.decide(
             prospect.rate / drafted,
-            off,
+            requests / plain,
             self._enters,
             dear=int(TRIAL * cost / PRICE),
             usual=lambda: self._usual(requests).rate / drafted,

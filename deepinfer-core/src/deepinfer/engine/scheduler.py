@@ -134,7 +134,7 @@ class Scheduler:
     def _drafts(self, facts: StepFacts, budget: Budget) -> DraftChoice:
         """Draft rows of the whole step; they come out of the token budget, anchors first."""
         same = self._hold and facts.running == facts.decoding == self._held
-        if same and next(self._prompts_left(), None) is None:
+        if same and next(self._prompts_waiting(), None) is None:
             self._hold -= 1
             self._unseen.add(self._rows.steps + 1)
             return NO_DRAFTS
@@ -183,6 +183,10 @@ class Scheduler:
         for r in self.running:
             if r.prefilled < r.prefill_to:
                 yield r.prefill_to - r.prefilled
+        yield from self._prompts_waiting()
+
+    def _prompts_waiting(self) -> Iterator[int]:
+        """The same of those that may enter."""
         free = self.cache.pool.free
         for r in self.waiting[: len(self.cache.slots)]:
             found = self.cache.likely(r)

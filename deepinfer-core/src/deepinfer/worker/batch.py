@@ -414,7 +414,7 @@ def emitting_rows(inputs: Tensor, slots: SlotTable, *, more: int, filtered: bool
         slot=slot,
         start=start,
         count=count,
-        decode=start == DECODE if more else torch.ones_like(slot, dtype=torch.bool),
+        decode=start == DECODE,
         limit=slots.limit[slot],
         plain=not more,
         tokens=len(slot) + more,

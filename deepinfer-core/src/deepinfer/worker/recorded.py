@@ -180,7 +180,6 @@ class RecordedSteps:
         if not plain or self._drafting is None or not isinstance(rig.verifier, EqualityVerifier):
             self._record = None
         self._stages: dict[_Kind, _Stage] = {}
-        self._count = 0  # of graphs
         self._larger: dict[_Kind, _Kind | None] = {}  # which graph serves, of those there are
         self._last: tuple[tuple[int, bytes], PlainRows | None] = ((-1, b""), None)
 
@@ -206,7 +205,7 @@ class RecordedSteps:
         kind, stage = self._served(kind)
         self._fill(stage, rows)
         assert self._drafting is not None
-        warming = stage.replay is None and self._count < MOST_GRAPHS
+        warming = stage.replay is None and self._has_room()
         if warming and stage.ran and not self._recorded(kind, stage):
             return None
         with self._drafting(kind.tokens, kind.propose):
@@ -216,15 +215,15 @@ class RecordedSteps:
 
     def _served(self, kind: _Kind) -> tuple[_Kind, _Stage]:
         """What a step of that kind runs in."""
-        stage, room = self._stage(kind), self._count < MOST_GRAPHS
-        if stage.replay is not None or (stage.wished >= WISHED and room):
+        stage = self._stage(kind)
+        if stage.replay is not None or (stage.wished >= WISHED and self._has_room()):
             return kind, stage
         if kind not in self._larger:
             larger = [k for k in self._graphs() if k.serves(kind)]
             self._larger[kind] = min(larger, key=lambda k: k.tokens, default=None)
         least = self._larger[kind]
         if least is None:
-            kind = self._roomy(kind) if room else kind
+            kind = self._roomy(kind) if self._has_room() else kind
             return kind, self._stage(kind)
         stage.wished += max(least.tokens - kind.tokens, 1)
         return least, self._stages[least]
@@ -252,6 +251,10 @@ class RecordedSteps:
         logits = kind.lines * self._rig.slots.shape.vocab_size * 4
         return kind.tokens > MOST_ROWS or logits > LOGITS_BYTES
 
+    def _has_room(self) -> bool:
+        """For one graph more."""
+        return len(self._graphs()) < MOST_GRAPHS
+
     def _graphs(self) -> list[_Kind]:
         return [kind for kind, stage in self._stages.items() if stage.replay is not None]
 
@@ -266,17 +269,15 @@ class RecordedSteps:
     def _told(self, key: tuple[int, bytes], array: NDArray[np.int32]) -> PlainRows | None:
         if not array[:, 3].all() or array[:, 4].any() or not len(array):
             return None
-        prompts = array[:, 1] != DECODE
-        more = int((array[prompts, 2] - 1).sum())
+        ends = np.flatnonzero(array[:, 1] != DECODE)
+        more = max(int((array[ends, 2] - 1).sum()), min(len(ends), 1))
         if more > MORE[-1]:
             return None
         params = self._rig.slots.params_of(array[:, 0].tolist())
         if any(uses_stage(p) or p.logprobs >= 0 for p in params):
             return None
-        if prompts.any():
-            if any(params[row].prompt_logprobs >= 0 for row in np.flatnonzero(prompts)):
-                return None
-            more = max(more, 1)
+        if any(params[row].prompt_logprobs >= 0 for row in ends):
+            return None
         none = np.zeros(0, np.int64)
         filtered = any(filters(p) for p in params) and not all(is_greedy(p) for p in params)
         return PlainRows(key, array, np.arange(len(array)), none, none, more, filtered)
@@ -291,7 +292,7 @@ class RecordedSteps:
         longest = max(self._batches.longest(rows.array), LEAST_LONGEST)
         pages = 1 << (-(-longest // shape.page_size) - 1).bit_length()
         longest = min(pages, self._rig.slots.pages.shape[1]) * shape.page_size
-        more = rows.more and next((most for most in MORE if most >= rows.more), MOST_ROWS)
+        more = rows.more and next(most for most in MORE if most >= rows.more)
         kind = _Kind(count, drafts, more, longest, rows.filtered, plan.propose)
         return None if self._large(kind) else kind
 
@@ -310,7 +311,6 @@ class RecordedSteps:
         try:
             with self._drafting(0, kind.propose):
                 stage.replay = self._record(lambda: self._step(kind, stage))
-            self._count += 1
             self._larger.clear()
         except (RuntimeError, PluginError) as why:  # memory is short, or an op waits for the host
             said = (str(why).splitlines() or [""])[0]
