@@ -53,3 +53,25 @@ def test_bits(tmp_path):
         [sys.executable, script, "--parts", "bits", "--json", str(found)], cwd=tmp_path, check=True
     )
     assert json.loads(found.read_text("utf-8"))["bits"]["differ"] == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_a_last_layer_of_few_rows_has_the_bits_of_all(tmp_path, monkeypatch, family, dtype):
+    """Prompts in steps of many rows, and in steps that run every row of every layer."""
+    from deepinfer import LLM, SamplingParams
+    from deepinfer.models.llama import DecoderLayer
+    from deepinfer.testing.tiny import write_tiny_checkpoint
+
+    path, right, cut = write_tiny_checkpoint(tmp_path, family), DecoderLayer.tail, []
+    monkeypatch.setattr(DecoderLayer, "tail", lambda *args: (cut.append(1), right(*args))[1])
+    prompts = [{"prompt_token_ids": list(range(5 + i, 45 + 9 * i))} for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2)
+    found, how = [], {"kv_cache_memory": "32MiB", "max_model_len": 256, "backend": "cuda"}
+    for most in (128, 1500):
+        cut.clear()
+        with LLM(str(path), max_num_batched_tokens=most, dtype=dtype, **how) as llm:
+            outs = llm.generate(prompts, params)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs])
+        assert bool(cut) == (most > 256)
+    assert found[0] == found[1]

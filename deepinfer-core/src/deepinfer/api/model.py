@@ -50,6 +50,10 @@ class DeviceBatch:
 
     ``images``: (int64[k], [k, H]), token rows and what stands there in place of the id's embedding,
     from ``SeeingModel.see``; None in steps without any, and in ``late``.
+
+    ``tail``: as ``attn``, of ``logit_rows`` alone. Where it is there, nobody reads the last layer's
+    rows but these, and there are many others: a model may write that layer's keys and values and
+    run the rest of it for these rows only.
     """
 
     ids: torch.Tensor
@@ -64,6 +68,7 @@ class DeviceBatch:
     late: DeviceBatch | None = None
     late_rows: torch.Tensor | None = None
     images: tuple[torch.Tensor, torch.Tensor] | None = None
+    tail: Any = None
 
 
 class KVPools(Protocol):
@@ -128,7 +133,10 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: DeviceBatch, kv: KVPools, taps: Taps | None = None) -> torch.Tensor:
-        """Hidden rows [T, H] after the last layer, before the final norm."""
+        """Hidden rows [T, H] after the last layer, before the final norm.
+
+        With a ``batch.tail``, [m, H] are taken too: the rows of ``batch.logit_rows``.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,35 @@ class Attention:
         y, residual = self.ops.attention_block(x, residual, self._params, batch, kv, cos_sin)
         return self.tp.all_reduce(y), residual
 
+    def tail_behind(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: DeviceBatch,
+        kv: tuple[Tensor, Tensor],
+        cos_sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`behind`, with both results [m, H] for ``batch.logit_rows`` alone; keys and
+        values of all rows are written. The bits are the same.
+        """
+        ops, shape, lines = self.ops, self.shape, batch.logit_rows
+        h, residual = (norm(x), x) if residual is None else norm.add(x, residual)
+        heads, kv_heads = shape.heads, shape.kv_heads
+        rows = self.qkv(h).view(len(h), heads + 2 * kv_heads, shape.head_dim)
+        q, k, v = rows[lines, :heads], *rows[:, heads:].chunk(2, 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            k = self.k_norm(k)
+        ops.kv_write(ops.rope(k, batch.positions, cos_sin), v, *kv, batch.kv_slots)
+        residual = residual[lines]
+        if not len(lines):
+            return residual, residual
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        q = ops.rope(q, batch.positions[lines], cos_sin)
+        out, _ = ops.attention(q, *kv, batch.tail, shape.head_dim**-0.5, shape.window)
+        return self.tp.all_reduce(self.o(out.flatten(1))), residual
+
     def params(self, norm: RMSNorm) -> AttentionParams:
         """The parameters as the op takes them; they are loaded before the first step."""
         shape = self.shape

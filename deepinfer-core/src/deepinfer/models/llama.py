@@ -94,6 +94,20 @@ class DecoderLayer:
         y, residual = self.mlp.behind(self.post_norm, x, residual)
         return y, residual
 
+    def tail(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: DeviceBatch,
+        kv: tuple[Tensor, Tensor],
+        cos_sin: Tensor,
+    ) -> Tensor:
+        """The last layer's output [m, H], of the rows that are looked at."""
+        x, residual = self.attn.tail_behind(self.input_norm, x, residual, batch, kv, cos_sin)
+        if len(x):
+            x, residual = self.mlp.behind(self.post_norm, x, residual)
+        return x + residual
+
     def params(self) -> LayerParams | None:
         """The layer as ``decoder_layers`` takes it; None if it is not that, or on several ranks."""
         mlp = self.mlp.params(self.post_norm) if isinstance(self.mlp, MLP) else None
@@ -127,26 +141,39 @@ class LlamaModel:
         x: Tensor = self.ops.embedding(batch.ids, self.embed.weight).to(self.activation_dtype)
         if taps is not None and -1 in taps.layers:
             taps.put(-1, x)
-        if self._plain is not None:
-            run = self.ops.decoder_layers
-            if taps is None:
-                hidden: Tensor = run(x, self._plain, batch, kv, self.cos_sin)
-            else:
-                hidden = run(x, self._plain, batch, kv, self.cos_sin, taps)
-            return hidden
+        last = len(self.layers) - 1
+        if batch.tail is None or (taps is not None and last in taps.layers):
+            x, residual = self._through(last + 1, x, batch, kv, taps)
+            return x if residual is None else x + residual
+        x, residual = self._through(last, x, batch, kv, taps)
+        return self.layers[last].tail(x, residual, batch, kv.layer(last), self.cos_sin)
+
+    def _through(
+        self, count: int, x: Tensor, batch: DeviceBatch, kv: KVPools, taps: Taps | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows and residual behind the first ``count`` layers; no residual: they are joined."""
+        plain = self._plain
+        if plain is not None:
+            run, layers = self.ops.decoder_layers, plain[count]
+            if not layers:
+                return x, None
+            more = () if taps is None else (taps,)
+            return run(x, layers, batch, kv, self.cos_sin, *more), None
         residual: Tensor | None = None
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers[:count]):
             x, residual = layer(x, residual, batch, kv.layer(index), self.cos_sin)
             if taps is not None and index in taps.layers:
                 taps.put(index, x + residual)
-        assert residual is not None, "a model has at least one layer"
-        return x + residual
+        return x, residual
 
     @cached_property
-    def _plain(self) -> tuple[LayerParams, ...] | None:
-        """All layers, if they are one op; asked from the first step on, when they are loaded."""
+    def _plain(self) -> dict[int, tuple[LayerParams, ...]] | None:
+        """All layers, and all but the last, by their number, if they are one op; asked from the
+        first step on, when they are loaded. A backend knows them again by their identity.
+        """
         layers = tuple(params for layer in self.layers if (params := layer.params()) is not None)
-        return layers if len(layers) == len(self.layers) else None
+        count = len(self.layers)
+        return {count: layers, count - 1: layers[:-1]} if len(layers) == count else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(self.norm(hidden), torch.float32)

@@ -98,11 +98,13 @@ class Blocks:
         """As the reference; the layers' addresses are looked up once. What is tapped behind a
         layer is a sum that the layer after it makes anyway: it only gets a place of its own.
         """
+        rows = _rows(x, None)
+        if rows is None:
+            return blocks.decoder_layers(self._ops, x, layers, batch, kv, cos_sin, taps)
         if layers is not self._stack[0] or kv is not self._stack[1]:
             self._stack = layers, kv, _stack(layers, kv)
-        stack, rows = self._stack[2], _rows(x, None)
-        step = self._of_step(batch, cos_sin, layers[0].attention)
-        if stack is None or step is None or rows is None or step[0] != rows[1]:
+        stack, step = self._stack[2], self._of_step(batch, cos_sin, layers[0].attention)
+        if stack is None or step is None or step[0] != rows[1]:
             return blocks.decoder_layers(self._ops, x, layers, batch, kv, cos_sin, taps)
         inner = () if taps is None else [i for i in taps.layers if 0 <= i < len(layers) - 1]
         tapped = {layer: torch.empty_like(x) for layer in inner}

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from deepinfer.worker.slots import SlotTable
 
 _LAYOUTS = 32  # of the same rows with different drafts, kept at a time
+_FEW_ROWS = 256  # token rows that are not worth leaving out of a layer: their steps run as graphs,
+_FEW_ROWS_CPU = 32  # or, on a CPU, as one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,8 @@ class BatchBuilder:
     Attributes:
         looks: whether the host may read how a step's drafts were split, which costs nothing on a
             CPU. Else as many rows run as the plan allows, drafts or none.
+        tails: False if the last layer is to run all rows, see ``DeviceBatch.tail``.
+        few_rows: so many rows without a line are not worth leaving out.
     """
 
     def __init__(self, slots: SlotTable, ops: OpSet, drafter: Drafter, spec: KVSpec) -> None:
@@ -148,6 +152,8 @@ class BatchBuilder:
         self._layout: TokenLayout | None = None
         self._drafted: dict[tuple[int, ...], TokenLayout] = {}
         self.looks = slots.device.type == "cpu"
+        self.tails = True
+        self.few_rows = _FEW_ROWS_CPU if self.looks else _FEW_ROWS
 
     def build(self, plan: BatchPlan) -> StepBatch:
         """The batch of a plan that ``slots.apply`` has seen. No host synchronisation."""
@@ -285,7 +291,12 @@ class BatchBuilder:
             logit_rows=layout.logit_rows,
         )
         if not self._entries and self._spec.truncation is None and not self._spec.lookback:
-            return batch
+            few = len(ids) - len(layout.logit_rows) <= self.few_rows
+            if few or rows.prompts or not self.tails:
+                return batch
+            lines = torch.zeros_like(kv_length).index_add(0, rows.emit_row, 1 + layout.lengths)
+            cu_q = torch.cat((lines.new_zeros(1), lines.cumsum(0))).int()
+            return replace(batch, tail=plan_attention(table, kv_length, cu_q, size))
         batch = self._with_requests(batch, rows, layout, start, table)
         if rows.below is None:
             return batch

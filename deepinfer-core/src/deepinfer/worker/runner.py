@@ -141,8 +141,9 @@ class ModelRunner:
         return self._rig.ops
 
     def trace(self, recorder: Recorder | None) -> None:
-        """Let a recorder watch every step from here on; None ends it."""
+        """Let a recorder watch every step from here on; None ends it. It sees every row run."""
         self._recorder = recorder
+        self._batches.tails = recorder is None
 
     def close(self) -> None:
         """Forget steps between their halves. No step may follow."""
@@ -227,7 +228,7 @@ class ModelRunner:
         """Both halves of a step without masks, scores and images."""
         rig = self._rig
         hidden = rig.model.forward(step.batch, rig.kv, taps)
-        lines = hidden if step.layout.each else hidden[step.batch.logit_rows]
+        lines = _lines(step, hidden)
         work = _OpenStep(step, lines, rig.model.logits(lines), (), taps, 0.0, -1, propose)
         tokens, counts, faults = self._draw(work, None)
         self._moved = True
@@ -285,15 +286,13 @@ class ModelRunner:
         if not len(step.batch.ids):
             return None, ()
         hidden = self._hidden(plan, step, taps)
-        lines = step.batch.logit_rows
         scores = self._shortage.again(lambda: self._score_prompts(step, hidden))
-        if not len(lines):
-            return None, scores
-        return hidden if step.layout.each else hidden[lines], scores
+        return _lines(step, hidden) if len(step.batch.logit_rows) else None, scores
 
     def _hidden(self, plan: BatchPlan, step: StepBatch, taps: HiddenTaps | None) -> Tensor:
         def part(half: BatchPlan) -> Tensor:
-            return self._hidden(half, self._batches.build(half), None)
+            step = self._batches.build(half)
+            return self._hidden(half, replace(step, batch=replace(step.batch, tail=None)), None)
 
         batch, rig = step.batch, self._rig
         whole = taps is not None or batch.late is not None or batch.images is not None
@@ -410,6 +409,14 @@ class ModelRunner:
             for rows, ids in zip(torch.split(place, tile), torch.split(target, tile), strict=True)
         ]
         return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _lines(step: StepBatch, hidden: Tensor) -> Tensor:
+    """Rows [m, H] of the step's lines, of hidden rows of all tokens or of these."""
+    lines = step.batch.logit_rows
+    if step.layout.each or (step.batch.tail is not None and len(hidden) == len(lines)):
+        return hidden
+    return hidden[lines]
 
 
 def _kept(batch: StepBatch, counts: Tensor) -> Tensor:
