@@ -31,6 +31,9 @@ QUICK = "not slow and not network and not gpu and not npu and not browser"
 # Two workers take half the time of one; each holds about 1.5 GB. Neighbours in a file mostly stay
 # together, and with them what they share.
 SPLIT = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+# A process for each core: torch's own threads would only wait for each other (measured: half of the
+# session's time). What tests say of several threads they set themselves.
+ALONE = {"OMP_NUM_THREADS": "1"}
 TRITON = "triton>=3.6,<3.7"
 # xgrammar asks for Triton (285 MB), which only its CUDA kernels import: it is installed without,
 # and what else it and deepinfer-structured need is named here.
@@ -84,7 +87,8 @@ def tests(session: nox.Session) -> None:
     # Where the golden data lie beside us, the session `golden` runs that folder: once is enough.
     once = ["--ignore=tests/core/models/deepseek_v41"] if GOLDEN.is_dir() else []
     where = session.posargs or [*SPLIT, "tests", "--ignore=tests/plugins", *once, "-m", QUICK]
-    session.run(shared(session), "-m", "pytest", "-q", *where, external=True)
+    env = {} if session.posargs else ALONE
+    session.run(shared(session), "-m", "pytest", "-q", *where, external=True, env=env)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -99,7 +103,7 @@ def golden(session: nox.Session) -> None:
         session.skip("give the folder of the golden configurations: nox -s golden -- PATH")
     folder = "tests/core/models/deepseek_v41"
     run = ("-m", "pytest", "-q", *SPLIT, folder, "--golden", where[0])
-    session.run(shared(session), *run, external=True)
+    session.run(shared(session), *run, external=True, env=ALONE)
 
 
 @nox.session(venv_backend="none", default=False)
@@ -161,7 +165,7 @@ def kernels(session: nox.Session) -> None:
         session.run(python, "-m", "pip", *target, TRITON, external=True, env=bound())
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     where = (*SPLIT, "tests/cuda", "-m", "not gpu and not slow", *session.posargs)
-    env = {"PYTHONPATH": path}
+    env = {"PYTHONPATH": path, **ALONE}
     session.run(python, "tests/cuda/tested.py", external=True, env=env)  # or the tests skip
     session.run(python, "-m", "pytest", "-q", *where, external=True, env=env)
 
