@@ -1,10 +1,13 @@
 """Builds, checks and times DeepInfer on a bare GPU machine, within ten minutes; ``nox -s gpu``.
 
     python benchmarks/gpu_check.py [--out FOLDER] [--wheels FOLDER] [--parts bits,faults,…]
+                                   [--model GGUF] [--prompts FOLDER]
 
 Standard library only, and nothing is fetched: torch, Triton and pytest must be there; what else is
 missing comes from ``--wheels``. Each part has a time limit and is told apart from the others: one
-that fails does not end the rest. Leaves with 1 if a part failed.
+that fails does not end the rest. Leaves with 1 if a part failed. ``text`` needs the demo model,
+``load`` (drafts at 16 and 64 requests) that and prompts; these, ``engine``, ``recorded``, ``v41``
+and ``record`` run when they are named.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ runpy.run_path({str(ROOT / "examples" / "offline_inference.py")!r}, run_name="__
 """
 
 
-def parts(out, model):
+def parts(out, model, prompts):
     """Name → (seconds at most, command), in order."""
     bench, python = ROOT / "benchmarks", (sys.executable, "-u")
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     check = (*python, str(CUDA / "sanitized.py"))
     found = {
         "bits": (150, (*PYTEST, str(CUDA / "test_gpu_bits.py"))),
-        "faults": (120, (*PYTEST, str(CUDA / "test_gpu_faults.py"))),
+        "faults": (120, (*PYTEST, *(str(CUDA / f"test_gpu_{n}.py") for n in ("faults", "host")))),
+        "recorded": (240, (*PYTEST, str(CUDA / "test_gpu_recorded.py"))),
+        "v41": (300, (*PYTEST, str(CUDA / "test_gpu_v41.py"))),
         "graphs": (60, (*PYTEST, str(CUDA / "test_gpu.py"), "-k", "graph")),
         "startup": (
             150,
@@ -63,24 +68,36 @@ def parts(out, model):
             300,
             (*python, str(bench / "cuda_check.py"), "--json", str(out / "cuda_check.json")),
         ),
+        "engine": (
+            240,
+            (
+                *(*python, str(bench / "cuda_engine.py"), "--parts", "prefill,offline"),
+                *("--json", str(out / "cuda_engine.json")),
+            ),
+        ),
         "record": (100, (*python, str(CUDA / "record_bits.py"), str(out / "golden_bits.json"))),
     }
     if model:
         text = ("--parts", "text", "--model", model, "--json", str(out / "cuda_text.json"))
         found["text"] = (120, (*python, str(bench / "cuda_check.py"), *text))
+    if model and prompts:
+        how = ("--parts", "load", "--device", "cuda", "--concurrency", "16", "64", "--minutes", "4")
+        where = ("--model", model, "--prompts", prompts, "--json", str(out / "speculative.json"))
+        found["load"] = (420, (*python, str(bench / "speculative.py"), *how, *where))
     return found
 
 
+OURS = ("deepinfer-core", "deepinfer-backend-cuda", "deepinfer-speculative")
 DEFAULT = "bits,faults,graphs,startup,fp8,example,doctor,memcheck,racecheck,kit,time"
 
 
 def install(wheels):
-    """Core and the plugin, as they lie here; first what a folder of wheels has that is missing."""
+    """Core and plugins, as they lie here; first what a folder of wheels has that is missing."""
     pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps")
     if wheels:
         files = sorted(map(str, Path(wheels).glob("*.whl")))
         subprocess.run([*pip, "--no-index", *files], check=True)
-    ours = [str(ROOT / name) for name in ("deepinfer-core", "deepinfer-backend-cuda")]
+    ours = [str(ROOT / name) for name in OURS]
     subprocess.run([*pip, "--no-build-isolation", *ours], check=True)
 
 
@@ -112,17 +129,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"))
     parser.add_argument("--wheels")
-    parser.add_argument("--model", help="the demo model's GGUF file, for part text")
+    parser.add_argument("--installed", action="store_true", help="core and plugins are, already")
+    parser.add_argument("--model", help="the demo model's GGUF file, for parts text and load")
+    parser.add_argument("--prompts", help="a folder of prompts, for part load")
     parser.add_argument("--parts", default=DEFAULT)
     args = parser.parse_args()
     out = Path(args.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    install(args.wheels)
+    if not args.installed:
+        install(args.wheels)
     print(f"-- install: {time.perf_counter() - began:.0f} s", flush=True)
-    known = parts(out, args.model)
+    known = parts(out, args.model, args.prompts)
+    wanted = args.parts.split(",")
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        parser.error(f"--parts {','.join(missing)}: there are {', '.join(known)}.")
     results = {"date": datetime.date.today().isoformat()}
-    for name in args.parts.split(","):
+    for name in wanted:
         results[name] = run(name, *known[name], out)
         (out / "gpu_check.json").write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     wrong = [n for n, found in results.items() if n != "date" and found["code"] != 0]

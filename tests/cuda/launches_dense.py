@@ -23,10 +23,11 @@ flash_kernel's none lies in the loop over blocks.
 """
 
 
-def launches():
+def launches(short):
+    depth = 512 if short else 4096
     yield from attentions()
-    yield from products()
-    yield from hoppers()
+    yield from products(depth)
+    yield from hoppers(depth)
     yield from others()
 
 
@@ -49,9 +50,9 @@ def attentions():
             )
 
 
-def products():
+def products(depth):
     for m in (1, 32, 64, 128, 256, 512):
-        for n, k in ((576, 576), (4096, 4096), (6144, 4096), (28672, 4096)):
+        for n, k in ((576, 576), (4096, depth), (6144, depth), (28672, depth)):
             x, w = torch.zeros(m, k, dtype=BF), torch.zeros(n, k, dtype=BF)
             run = partial(linear.linear, x, w)
             yield Launch(f"linear {m}x{n}x{k}", run, {"gemm_kernel": PRODUCT})
@@ -65,13 +66,13 @@ def products():
     yield Launch("linear K=99", partial(linear.linear, x[:, :33].to(BF), w[:, :33].to(BF)))
 
 
-def hoppers():
+def hoppers(depth):
     """What a Hopper GPU runs in the place of the launches above."""
     for m in (1, 16, 64, 128, 256):
         name = "stream_kernel" if m <= hopper.STREAMED_ROWS else "wide_kernel"
-        x, kind = torch.zeros(m, 4096, dtype=BF), (SM90,)
+        x, kind = torch.zeros(m, depth, dtype=BF), (SM90,)
         for n, gated in ((576, False), (4096, False), (6144, False), (28672, True)):
-            w, y = torch.zeros(n, 4096, dtype=BF), torch.zeros(m, n // (1 + gated), dtype=BF)
+            w, y = torch.zeros(n, depth, dtype=BF), torch.zeros(m, n // (1 + gated), dtype=BF)
             run = partial(hopper.product, x, w, None, y, gated)
             yield Launch(f"{name} {m}x{n} gated {gated}", run, {name: COPIED}, targets=kind)
     for tile in (hopper.LOW, hopper.TALL):
@@ -83,7 +84,8 @@ def hoppers():
             yield Launch(name, run, {"long_kernel": STORED}, targets=kind)
     run = partial(hopper.product, x, w[:512], y[0], y)
     yield Launch("long_kernel biased", run, {"long_kernel": STORED}, targets=kind)
-    x, w, y = (torch.zeros(rows, 4096, dtype=BF) for rows in (256, 4096, 256))
+    x, w = torch.zeros(256, depth, dtype=BF), torch.zeros(4096, depth, dtype=BF)
+    y = torch.zeros(256, 4096, dtype=BF)
     for parts in ((256,), (128, 64, 32), (128, 64), (32,)):
         tile = hopper.Wide(parts, 4)
         run = partial(hopper.wide, x, w, y[0], y.float(), tile=tile)

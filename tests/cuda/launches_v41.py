@@ -24,10 +24,11 @@ TIGHT = {
 """Tiles at 255 registers: what ptxas spills there, so that more is noticed."""
 
 
-def launches():
+def launches(short):
+    hidden, inner = (HIDDEN // 8, 256) if short else (HIDDEN, INNER)
     yield from numbers()
-    yield from products()
-    yield from experts()
+    yield from products(hidden)
+    yield from experts(hidden, inner)
     yield from attention()
     yield from indexer()
     yield from streams()
@@ -55,22 +56,22 @@ def numbers():
     yield Launch("gated_quantize", partial(scaled.gated_quantize, x, 10.0))
 
 
-def products():
+def products(hidden):
     for m in (1, 32, 64, 128, 256):
-        for n, k in ((1792, HIDDEN), (32768, 1280)):
+        for n, k in ((1792, hidden), (32768, hidden // 4)):
             x = torch.zeros(m, k, dtype=BF)
             run = partial(scaled.product, x, kept(n, k, "fp8"))
             yield Launch(f"scaled_linear {m}x{n}x{k}", run, {"product_kernel": WHOLE})
-    w = kept(1792, HIDDEN, "fp8")
+    w = kept(1792, hidden, "fp8")
     yield Launch("decode", partial(scaled.decode, w))
 
 
-def experts():
+def experts(hidden, inner):
     for kind in ("mxfp4", "paired"):
-        gate_up = kept(2 * INNER, HIDDEN, kind, (EXPERTS,))
-        down = kept(HIDDEN, INNER, kind, (EXPERTS,))
+        gate_up = kept(2 * inner, hidden, kind, (EXPERTS,))
+        down = kept(hidden, inner, kind, (EXPERTS,))
         for tokens in (1, 12, 40, 256):
-            x = torch.zeros(tokens, HIDDEN, dtype=BF)
+            x = torch.zeros(tokens, hidden, dtype=BF)
             ids = torch.zeros(tokens, CHOSEN, dtype=torch.int32)
             run = partial(moe.scaled_moe, x, ids, ids.float(), gate_up, down, EXPERTS, 10.0)
             needs = {"product_kernel": WHOLE, "gated_kernel": WHOLE}

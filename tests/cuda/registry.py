@@ -34,11 +34,13 @@ class Launch:
     targets: tuple[int, ...] = (SM90, SM100)
 
 
-def launches() -> list[Launch]:
-    """Of all ``launches_*.py``."""
+def launches(short: bool = False) -> list[Launch]:
+    """Of all ``launches_*.py``; ``short``: the same kernels in the same tiles, with sums of a tenth
+    of the length, for tools under which a large product takes minutes.
+    """
     found = []
     for path in sorted(HERE.glob("launches_*.py")):
-        found += importlib.import_module(path.stem).launches()
+        found += importlib.import_module(path.stem).launches(short)
     return found
 
 
