@@ -26,3 +26,11 @@ def test_all_cases_on_the_interpreter(script):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_variant_compiles(script, target):
     assert " 0 faulty" in script("ahead.py", target)
+
+
+def test_steps_that_run_as_graphs_have_one_tuple_of_layers(sources):
+    """``Layers`` keeps the graphs of one: a model's other tuple is for steps of more rows."""
+    layers = pytest.importorskip("deepinfer_backend_cuda.layers", reason="needs Triton")
+    from deepinfer.worker import batch
+
+    assert batch._FEW_ROWS >= layers.MOST_TOKENS

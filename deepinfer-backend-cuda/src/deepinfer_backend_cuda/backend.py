@@ -67,9 +67,9 @@ class CudaBackend:
         self._keep_kernels(ctx)
         provided = {name: Impl(fn) for name, fn in _OPS.items()} | dict(v41.OPS)
         if ctx.head_dim is None or ctx.head_dim <= MAX_HEAD_DIM:
-            provided |= {name: Impl(fn) for name, fn in _ATTENTION.items()}
+            provided |= {name: Impl(fn, of_parts=True) for name, fn in _ATTENTION.items()}
             run = layers.Layers(ctx.device, blocks=None if ctx.quantization is None else fp8.BLOCKS)
-            provided["decoder_layers"] = Impl(run)
+            provided["decoder_layers"] = Impl(run, of_parts=True)
             if self._device is not None:
                 self._device.releases.append(run.release)
         elif ctx.invariant:
@@ -77,7 +77,7 @@ class CudaBackend:
         if ctx.quantization is not None:
             provided |= fp8.OPS
             if "attention_block" in provided:
-                provided["attention_block"] = Impl(fp8.attention_block)
+                provided["attention_block"] = Impl(fp8.attention_block, of_parts=True)
         return provided
 
     def _keep_kernels(self, ctx: OpContext) -> None:

@@ -5,10 +5,10 @@ import importlib.util
 
 import pytest
 import torch
-from deepinfer.api.backend import OpContext
+from deepinfer.api.backend import Impl, OpContext
 from deepinfer.api.model import DeviceBatch
 from deepinfer.native.backend import NativeCPUBackend
-from deepinfer.ops.backend import ReferenceBackend
+from deepinfer.ops.backend import ReferenceBackend, build_ops
 from deepinfer.testing.textbook import Pools, TextbookRunner
 from deepinfer.testing.tiny import FAMILIES, VOCAB, write_tiny_checkpoint
 
@@ -95,7 +95,10 @@ def test_the_tail_has_the_bits_of_all_rows(path, backend, dtype):
             got = ours.model.forward(batch, mine, inner)
         assert got.shape == (len(batch.logit_rows), whole.shape[1])
         assert torch.equal(got, whole[batch.logit_rows])
-        assert {len(rows) for rows in inner.rows.values()} == {len(whole)}
+        assert {layer: len(rows) for layer, rows in inner.rows.items()} == {
+            -1: len(whole),
+            0: len(whole),
+        }
         for layer in range(last + 1):
             for one, two in zip(pool.layer(layer), mine.layer(layer), strict=True):
                 assert torch.equal(one, two), f"the cache of layer {layer}"
@@ -103,6 +106,61 @@ def test_the_tail_has_the_bits_of_all_rows(path, backend, dtype):
     with torch.inference_mode():
         assert torch.equal(ours.model.forward(batch, filled(ours, pages), every), whole)
     assert torch.equal(every.rows[last], whole), "who taps the last layer sees all of it"
+
+
+class Fused(ReferenceBackend):
+    """A fused block with a layout of its own, or with other bits than its parts."""
+
+    def __init__(self, way):
+        self.way = way
+
+    def provide(self, ctx):
+        plain = build_ops(ReferenceBackend(), ctx)
+
+        def block(x, residual, params, *rest):
+            params = params._replace(qkv=params.qkv.t(), o=params.o.t())
+            return plain.attention_block(x, residual, params, *rest)
+
+        def wide(x, residual, *rest):
+            y, total = plain.attention_block(x, residual, *rest)
+            return torch.nextafter(y, torch.ones_like(y)), total
+
+        def layers(*args):
+            return plain.decoder_layers(*args) + 1.0
+
+        ways = {
+            "its own layout": {"attention_block": Impl(block, lambda w, _: w.t().contiguous())},
+            "other bits": {"attention_block": Impl(wide)},
+            "other layers": {"decoder_layers": Impl(layers)},
+        }
+        return {**super().provide(ctx), **ways[self.way]}
+
+
+@pytest.mark.parametrize("way", ["its own layout", "other bits", "other layers"])
+def test_a_backend_whose_blocks_are_not_their_parts_runs_all_rows(tmp_path, way):
+    path = write_tiny_checkpoint(tmp_path, "llama", seed=1)
+    ctx = OpContext(dtype=torch.float32, device=torch.device("cpu"), page_size=PAGE)
+    ours = TextbookRunner(path, Fused(way), ctx, max_model_len=128)
+    batch, tail, pages = one_step(ours, (0, 2))
+    with torch.inference_mode():
+        whole = ours.model.forward(batch, filled(ours, pages))
+        got = ours.model.forward(dataclasses.replace(batch, tail=tail), filled(ours, pages))
+    assert torch.equal(got, whole)
+
+
+def test_ops_never_see_a_step_without_lines(tmp_path):
+    ours = textbook(write_tiny_checkpoint(tmp_path, "qwen3", seed=1), "reference", torch.float32)
+    batch, tail, pages = one_step(ours, ())
+    seen, real = [], ours.ops.attention
+
+    def attention(q, *rest):
+        seen.append(len(q))
+        return real(q, *rest)
+
+    ours.ops.attention = attention
+    with torch.inference_mode():
+        ours.model.forward(dataclasses.replace(batch, tail=tail), filled(ours, pages))
+    assert seen == [len(batch.ids)] * (ours.config.layers - 1)
 
 
 def test_a_single_layer_is_the_last(tmp_path):

@@ -20,7 +20,7 @@ class Scripted:
     ``right``: how often a draft is the true id. Splits K among rows at random.
     """
 
-    taps = (0, 2)
+    taps = (0, 1)  # not the last layer, which runs all rows for who taps it
 
     def __init__(self, gamma, right, seed=0, confidence=False):
         self.draft_len, self.right, self.confidence = gamma, right, confidence
@@ -41,7 +41,7 @@ class Scripted:
         return torch.from_numpy(lengths)
 
     def commit(self, taps, kept):
-        assert set(taps.hidden) == {0, 2}
+        assert set(taps.hidden) == {0, 1}
         assert all(len(h) == len(kept) == len(taps.batch.ids) for h in taps.hidden.values())
         place = zip(taps.slot_of_token.tolist(), taps.batch.positions.tolist(), strict=True)
         self.kept += [p for p, k in zip(place, kept.tolist(), strict=True) if k]

@@ -1,6 +1,7 @@
 """The runner against the naive loop: same ids whatever the steps are made of."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -213,3 +214,20 @@ def test_the_recorder_sees_every_step(naive):
     ]
     assert recorder.ended == 4
     runner.trace(None)
+
+
+def test_a_traced_step_runs_every_row(naive, monkeypatch):
+    tails, real = [], naive.model.forward
+
+    def forward(batch, *rest):
+        tails.append(batch.tail is not None)
+        return real(batch, *rest)
+
+    monkeypatch.setattr(naive.model, "forward", forward)
+    runner = make_runner(naive)
+    for recorder in (SimpleNamespace(begin_step=lambda *_: None, end_step=lambda: None), None):
+        runner.trace(recorder)
+        desk, request = Desk(runner), Req(prompt(1, 9), 10)
+        desk.enter(request, 2)
+        desk.finish([request], chunk=9)
+    assert tails == [False, True]

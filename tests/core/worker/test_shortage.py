@@ -56,11 +56,11 @@ def run(runner, **how):
     return live
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7])
-def test_a_step_that_does_not_fit_runs_in_parts(naive, monkeypatch, most):
+@pytest.mark.parametrize("most, few_rows", [(1, 0), (2, 0), (3, 0), (7, 0), (7, 5)])
+def test_a_step_that_does_not_fit_runs_in_parts(naive, monkeypatch, most, few_rows):
     """Prompts in one chunk each: rows are parted first, then a chunk."""
     small = Small(monkeypatch, naive.model, "forward", most, lambda batch, *_: len(batch.ids))
-    runner = make_runner(naive)
+    runner = make_runner(naive, few_rows=few_rows)
     done = run(runner, chunk=99)
     monkeypatch.undo()
     assert small.refused > 0

@@ -25,10 +25,13 @@ class Impl(NamedTuple):
     ``prepare(weight, uses)`` turns a loaded weight into what ``fn`` takes, once: ``uses`` names
     every op that will read this weight (a tied embedding is read by ``embedding`` and ``linear``,
     so the result must serve both). None leaves the tensor as it is.
+    ``of_parts``, of a composite: its bits are those of the ops that it is written in, and it takes
+    weights as they do. A model may then run a part of it by these (``DeviceBatch.tail``).
     """
 
     fn: Callable[..., Any]
     prepare: Callable[[Any, frozenset[str]], Any] | None = None
+    of_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,8 @@ class DeviceBatch:
 
     ``tail``: as ``attn``, of ``logit_rows`` alone. Where it is there, nobody reads the last layer's
     rows but these, and there are many others: a model may write that layer's keys and values and
-    run the rest of it for these rows only.
+    run the rest of it for these rows only, unless ``taps`` wants that layer. Without a tail a model
+    gives all rows; who calls another's ``forward`` and needs them takes it out.
     """
 
     ids: torch.Tensor

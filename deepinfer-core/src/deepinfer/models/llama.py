@@ -124,6 +124,7 @@ class LlamaModel:
     ) -> None:
         device = None if ops.context is None else ops.context.device
         self.ops = ops
+        self._cuts = {"attention_block", "decoder_layers"} <= ops.of_parts
         self.embed = Linear(ops)
         self.activation_dtype = None if ops.context is None else ops.context.activation_dtype
         self.layers = [
@@ -142,7 +143,8 @@ class LlamaModel:
         if taps is not None and -1 in taps.layers:
             taps.put(-1, x)
         last = len(self.layers) - 1
-        if batch.tail is None or (taps is not None and last in taps.layers):
+        tapped = taps is not None and last in taps.layers
+        if batch.tail is None or tapped or not self._cuts:
             x, residual = self._through(last + 1, x, batch, kv, taps)
             return x if residual is None else x + residual
         x, residual = self._through(last, x, batch, kv, taps)

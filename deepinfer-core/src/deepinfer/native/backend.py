@@ -61,8 +61,8 @@ class NativeCPUBackend:
         blocks = Blocks(OpSet(provided, self.name, ctx), threads)
         provided["mlp_block"] = Impl(blocks.mlp_block)
         if "plan_attention" in provided:
-            provided["attention_block"] = Impl(blocks.attention_block)
-            provided["decoder_layers"] = Impl(blocks.decoder_layers)
+            provided["attention_block"] = Impl(blocks.attention_block, of_parts=True)
+            provided["decoder_layers"] = Impl(blocks.decoder_layers, of_parts=True)
         return provided
 
 

@@ -64,6 +64,7 @@ class OpSet:
 
     Attributes:
         origin: op name → "reference" or the backend's name: who serves it.
+        of_parts: composites that are the references, or that say so (:class:`Impl`).
     """
 
     def __init__(
@@ -80,6 +81,11 @@ class OpSet:
             )
         self.context = context
         self.origin = {name: origin if name in overrides else "reference" for name in specs}
+        self.of_parts = frozenset(
+            name
+            for name, spec in specs.items()
+            if spec.composite and (name not in overrides or overrides[name].of_parts)
+        )
         self._prepare = {n: i.prepare for n, i in overrides.items() if i.prepare is not None}
         for name, spec in specs.items():
             if name in overrides:

@@ -107,7 +107,7 @@ class Finding:
             return "equal"
         parts = [self.note] if self.note else []
         if self.cases:
-            where = self.first or "no op of the trace"
+            where = self.first or "no op of the trace, where every row runs every layer"
             parts.append(f"DIFFERS in {', '.join(self.cases)}; first op: {where}")
         return "; ".join(parts)
 

@@ -120,7 +120,8 @@ def decoder_layers(
     """Rows [T, H] through all layers, one half after the other, the residual added at the end.
 
     At least one layer; ``kv.layer(i)`` is layer i's. An implementation may keep what it derives of
-    ``layers`` and ``kv``: they stay as they are. ``taps`` gets ``x + residual`` behind each of its
+    ``layers`` and ``kv``: they stay as they are. A model may have two ``layers``, all of them and,
+    in steps of many rows, all but the last. ``taps`` gets ``x + residual`` behind each of its
     layers that is one of these, and changes no bit of the result.
     """
     residual: Tensor | None = None

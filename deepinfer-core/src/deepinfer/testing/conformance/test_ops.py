@@ -17,6 +17,7 @@ from deepinfer.testing.conformance.compare import difference, tolerance
 from deepinfer.testing.conformance.inputs import CASES, Case
 from deepinfer.testing.conformance.kit import Kit, Run, reference_run, tensors
 from deepinfer.testing.conformance.session import DECLINED, kit_of
+from deepinfer.testing.trace import unfuse
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -27,6 +28,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     dtypes, ops = kit.dtypes, set(OP_NAMES)
     if metafunc.function is test_invariant_op_matches_reference:
         ops = kit.invariant_ops()
+    if metafunc.function is test_composite_has_the_bits_of_its_parts:
+        ops = {"attention_block", "decoder_layers"}
     chosen = [
         pytest.param(c, d, id=f"{c.op}-{c.name}" + f"-{d}" * (len(c.dtypes) > 1))
         for c in CASES
@@ -55,6 +58,21 @@ def test_op_matches_reference(kit: Kit, case: Case, precision: str) -> None:
 def test_invariant_op_matches_reference(kit: Kit, case: Case, precision: str) -> None:
     """The same of what an invariant engine gets."""
     compare(kit.run(precision, True, case.head_dim), case, precision)
+
+
+def test_composite_has_the_bits_of_its_parts(kit: Kit, case: Case, precision: str) -> None:
+    """Of those that say so (``Impl.of_parts``): the same numbers by the ops they are written in."""
+    run = kit.run(precision, head_dim=case.head_dim)
+    if run.ops.origin[case.op] != "reference" and case.op not in run.ops.of_parts:
+        return  # it says nothing of the kind
+    got = tensors(answer(case, run))
+    fused_again = unfuse(run.ops)
+    try:
+        want = tensors(answer(case, kit.run(precision, head_dim=case.head_dim)))
+    finally:
+        fused_again()
+    for one, two in zip(got, want, strict=True):
+        assert torch.equal(*(t.cpu().flatten().view(torch.uint8) for t in (one, two))), case.op
 
 
 def compare(run: Run, case: Case, precision: str) -> None:
