@@ -42,6 +42,7 @@ def parts(out, model, prompts):
     bench, python = ROOT / "benchmarks", (sys.executable, "-u")
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     check = (*python, str(CUDA / "sanitized.py"))
+    engine = ("--parts", "prefill,offline", "--json", str(out / "cuda_engine.json"))
     found = {
         "bits": (150, (*PYTEST, str(CUDA / "test_gpu_bits.py"))),
         "faults": (120, (*PYTEST, *(str(CUDA / f"test_gpu_{n}.py") for n in ("faults", "host")))),
@@ -70,10 +71,7 @@ def parts(out, model, prompts):
         ),
         "engine": (
             240,
-            (
-                *(*python, str(bench / "cuda_engine.py"), "--parts", "prefill,offline"),
-                *("--json", str(out / "cuda_engine.json")),
-            ),
+            (*python, str(bench / "cuda_engine.py"), *engine),
         ),
         "record": (100, (*python, str(CUDA / "record_bits.py"), str(out / "golden_bits.json"))),
     }
@@ -135,16 +133,16 @@ def main():
     parser.add_argument("--parts", default=DEFAULT)
     args = parser.parse_args()
     out = Path(args.out).resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
-    if not args.installed:
-        install(args.wheels)
-    print(f"-- install: {time.perf_counter() - began:.0f} s", flush=True)
     known = parts(out, args.model, args.prompts)
     wanted = args.parts.split(",")
     missing = [name for name in wanted if name not in known]
     if missing:
         parser.error(f"--parts {','.join(missing)}: there are {', '.join(known)}.")
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    if not args.installed:
+        install(args.wheels)
+    print(f"-- install: {time.perf_counter() - began:.0f} s", flush=True)
     results = {"date": datetime.date.today().isoformat()}
     for name in wanted:
         results[name] = run(name, *known[name], out)

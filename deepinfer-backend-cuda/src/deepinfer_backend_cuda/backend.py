@@ -67,7 +67,9 @@ class CudaBackend:
         self._keep_kernels(ctx)
         provided = {name: Impl(fn) for name, fn in _OPS.items()} | dict(v41.OPS)
         if ctx.head_dim is None or ctx.head_dim <= MAX_HEAD_DIM:
-            provided |= {name: Impl(fn, of_parts=True) for name, fn in _ATTENTION.items()}
+            provided |= {name: Impl(fn) for name, fn in _ATTENTION.items()}
+            block = layers.attention_block if ctx.quantization is None else fp8.attention_block
+            provided["attention_block"] = Impl(block, of_parts=True)
             run = layers.Layers(ctx.device, blocks=None if ctx.quantization is None else fp8.BLOCKS)
             provided["decoder_layers"] = Impl(run, of_parts=True)
             if self._device is not None:
@@ -76,8 +78,6 @@ class CudaBackend:
             provided["attention"] = Impl(invariant.attention)
         if ctx.quantization is not None:
             provided |= fp8.OPS
-            if "attention_block" in provided:
-                provided["attention_block"] = Impl(fp8.attention_block, of_parts=True)
         return provided
 
     def _keep_kernels(self, ctx: OpContext) -> None:
@@ -106,5 +106,4 @@ _OPS: Mapping[str, Callable[..., Any]] = {
 _ATTENTION: Mapping[str, Callable[..., Any]] = {
     "plan_attention": attention.plan_attention,
     "attention": attention.attention,
-    "attention_block": layers.attention_block,
 }
