@@ -34,13 +34,13 @@ from deepinfer_speculative.train.answers import held_out, read_prompts
 
 TASKS = {"gsm8k": "math", "math500": "math", "humaneval": "code", "mbpp": "code",
          "mt-bench": "chat"}  # fmt: skip
-LENGTHS = {1: 128, 4: 64, 16: 48, 64: 48}
-"""New tokens of a request at each concurrency."""
-WAVES = {1: 1, 4: 3, 16: 3, 64: 2}
-"""Requests of a run, as a multiple of those at a time."""
+LENGTHS = {"cpu": {1: 128, 4: 64, 16: 48, 64: 48}, "cuda": {}}
+"""New tokens of a request at each concurrency; else 128."""
+WAVES = {"cpu": {1: 1, 4: 3, 16: 3, 64: 2}, "cuda": {64: 6}}
+"""Requests of a run, as a multiple of those at a time; else 8. A run takes about a second."""
 WARM = 16
 """New tokens of a request while a load warms up."""
-WARM_ROUNDS = {"cpu": 0, "cuda": 4}
+WARM_ROUNDS = {"cpu": 0, "cuda": 2}
 """Rounds that do not count either: graphs of all kinds of steps."""
 SURE, LEAD = 2, 0.9
 """Rounds after which a fixed length that never came so near to the best is not run any more."""
@@ -317,7 +317,7 @@ def load(args: argparse.Namespace, report: Report, seconds: float) -> None:
     for c in args.concurrency:
         until = time.monotonic() + seconds / len(args.concurrency)
         engines = Engines(args, names, c)
-        count, tokens = c * WAVES.get(c, 2), LENGTHS.get(c, 48)
+        count, tokens = c * WAVES[args.device].get(c, 8), LENGTHS[args.device].get(c, 128)
         try:
             for name in names:
                 engines.run(name, every, params_for(len(every), 2, 0.0, True))
