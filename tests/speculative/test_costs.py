@@ -85,11 +85,23 @@ def test_a_profile_asks_for_steps_and_sorts_them():
     assert all(isinstance(s, StepShape) for s in asked)
 
 
+def test_where_steps_are_padded_cost_goes_by_stairs():
+    """Every multiple of the requests is measured, and what lies between costs the next one."""
+    asked = []
+    table = profile(timer(asked), 5, max_requests=64, max_tokens=512, budget=60, graph_rows=512)
+    every = {n * k for n in (1, 4, 16, 64) for k in range(2, 7)} | {12, 48, 192}
+    assert set(table.verify.sizes) == every and len(asked) == len(set(asked))
+    steps = table.steps(16, 80, 16, propose=False)
+    some = steps[[1, 16, 17, 32, 33, 80]]
+    assert some == pytest.approx([0.042, 0.042, 0.058, 0.058, 0.074, 0.106])
+    assert table.steps(16, 600, 16, propose=False)[-1] == pytest.approx(0.01 + 0.616)
+    assert at(table.plain, 5, 33, 64) == pytest.approx([0.018, 0.074, 0.074])
+
+
 def test_a_profile_keeps_to_its_limits():
     asked = []
     profile(timer(asked), 5, max_requests=64, max_tokens=24, budget=60)
-    assert max(s.requests + s.drafts for s in asked) <= 64
-    assert all(s.requests + s.drafts <= 24 for s in asked if s.drafts)
+    assert all(s.requests + s.drafts <= 24 for s in asked)
     asked.clear()
     profile(timer(asked), 5, max_requests=64, max_tokens=512, budget=0.0)
     assert {s.requests for s in asked} == {1}
@@ -107,10 +119,10 @@ def test_a_profile_reaches_far_where_only_compiling_is_slow(monkeypatch):
 
     asked, cost = set(), 1e-5
     profile(measure, 5, max_requests=64, max_tokens=512, budget=8.0)
-    assert asked == {1, 4, 16, 64}
+    assert asked == {1, 4, 16, 64, 2, 8}
     asked, cost = set(), 2e-2
     profile(measure, 5, max_requests=64, max_tokens=512, budget=8.0)
-    assert asked == {1, 4}
+    assert asked == {1, 4, 2}
 
 
 def test_a_table_is_measured_once(tmp_path):

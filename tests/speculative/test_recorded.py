@@ -58,7 +58,7 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
     """Rows that a graph has put aside are those that would have been written at once."""
     target, draft, _ = learn("dspark")
     curve = {"sizes": [1], "seconds": [1.0], "tier_limit": 0}
-    table = {"version": 2, "plain": curve, "verify": curve, "draft": {**curve, "seconds": [1e4]}}
+    table = {"version": 3, "plain": curve, "verify": curve, "draft": {**curve, "seconds": [1e4]}}
     (tmp_path / "costs.json").write_text(json.dumps(table))
     how = {"mode": "adaptive", "costs": str(tmp_path / "costs.json")}
     params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
@@ -117,3 +117,22 @@ def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog,
     assert all(steps) and len(steps) > 40, "a graph puts rows behind those that wait"
     assert counts["recorded"] > 6 and counts["replays"] > 40 and not caplog.messages
     assert planner.pauses > 4 and sum(out.metrics.accepted for some in outs for out in some) > 5
+
+
+def test_graphs_that_only_measuring_needs_are_given_back(learn, tmp_path, monkeypatch, recording):
+    """Nobody verifies drafts and wants none behind them; the table knows every stair."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recording()
+    target, draft, _ = learn("dspark")
+    how = {"mode": "adaptive", "profile_seconds": 60.0}
+    with engine(target, draft, how, max_num_seqs=4) as llm:
+        host = llm.assembly.engine.executor._host
+        kinds = host.runner._recorded._graphs()
+        gamma = host.facts.draft_len
+        assert {(kind.rows, kind.draft_rows) for kind in kinds if kind.propose} == {
+            (n, n * gamma) for n in (1, 2, 4)
+        }
+        assert all(kind.propose or not kind.draft_rows for kind in kinds)
+        table = llm.assembly.engine.scheduler.planner._table
+        assert table.graph_rows == host.runner.graph_rows == recorded.MOST_ROWS
+        assert {4 * k for k in range(2, gamma + 2)} <= set(table.verify.sizes)

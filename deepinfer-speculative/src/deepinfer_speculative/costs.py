@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 2
+VERSION: Final = 3
 STEPS: Final = 10
 """Steps that measuring a shape takes, about."""
 Floats = NDArray[np.float64]
@@ -81,19 +81,26 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """All three curves."""
+    """All three curves. ``graph_rows``: steps of at most so many rows are padded to a multiple of
+    their requests, so that cost goes by stairs.
+    """
 
     plain: CostCurve
     verify: CostCurve
     draft: CostCurve
+    graph_rows: int = 0
     _looked: list[tuple[Floats, Floats, Floats]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
     def steps(self, tokens: int, drafts: int, requests: int, propose: bool) -> Floats:
         """Seconds of steps with ``tokens`` other rows and 0 … ``drafts`` draft rows."""
-        plain, verify, draft = self._dense(max(tokens + drafts, requests))
-        seconds = verify[tokens : tokens + drafts + 1].copy()
+        plain, verify, draft = self._dense(tokens + drafts + requests)
+        rows = tokens + np.arange(drafts + 1)
+        if requests and tokens + requests <= self.graph_rows:
+            padded = tokens + -(-(rows - tokens) // requests) * requests
+            rows = np.where(padded <= self.graph_rows, padded, rows)
+        seconds = verify[rows]
         seconds[0] = plain[tokens]
         if propose:
             seconds += draft[requests]
@@ -117,7 +124,7 @@ class CostTable:
     def to_json(self) -> dict[str, Any]:
         """Numbers and lists."""
         curves = {name: asdict(getattr(self, name)) for name in ("plain", "verify", "draft")}
-        return {"version": VERSION, **curves}
+        return {"version": VERSION, **curves, "graph_rows": self.graph_rows}
 
     @classmethod
     def from_json(cls, said: Any) -> CostTable:
@@ -135,7 +142,7 @@ class CostTable:
                 )
                 for name in ("plain", "verify", "draft")
             }
-            version = said["version"]
+            version, graph_rows = said["version"], int(said.get("graph_rows", 0))
         except ConfigError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as why:
@@ -144,7 +151,7 @@ class CostTable:
             raise ConfigError(
                 f"The cost table has version {version!r}, not {VERSION}.", setting="speculative"
             )
-        return cls(**curves)
+        return cls(**curves, graph_rows=graph_rows)
 
 
 def load(path: Path) -> CostTable:
@@ -193,39 +200,64 @@ def _write(path: Path, text: str) -> None:
 
 
 def profile(
-    measure: Measure, gamma: int, max_requests: int, max_tokens: int, budget: float
+    measure: Measure,
+    gamma: int,
+    max_requests: int,
+    max_tokens: int,
+    budget: float,
+    graph_rows: int = 0,
 ) -> CostTable:
     """Time steps of 1, 2, 4, … requests without drafts, with all drafts, and drafting again.
 
     First every second size, so that what is left out lies between two of them: these end where
-    their steps, which may have to be compiled beside, would take more than ``budget`` seconds. The
-    others end when it is over. Sizes stay within ``max_requests`` and ``max_tokens`` rows.
+    their steps would take more than ``budget`` seconds; compiling comes beside. What the budget has
+    left goes to fewer drafts at these sizes, where steps up to ``graph_rows`` token rows are padded
+    and so cost goes by stairs, then to the other sizes. Sizes stay within ``max_requests`` and
+    ``max_tokens`` rows.
     """
-    began = time.monotonic()
     plain: dict[int, float] = {}
     verify: dict[int, float] = {}
     draft: dict[int, float] = {}
     sizes = list(_sizes(min(max_requests, 128)))
-    spent = last = 0.0
-    for n in (*sizes[::2], *sizes[1::2]):
-        first = n in sizes[::2]
-        if n > 1 and (spent + 4 * last if first else time.monotonic() - began) > budget:
-            continue
-        shapes = [StepShape(n, 0, False)]
-        if n * (1 + gamma) <= max(max_tokens, 1 + gamma):
-            shapes += [StepShape(n, n * gamma, propose) for propose in (False, True)]
-        if n == 1:  # few rows: kernels go by tiles, and this is the load most people have
-            shapes += [StepShape(1, k, False) for k in range(1, gamma)]
-        seconds = dict(zip(shapes, measure(shapes), strict=True))
-        last = STEPS * sum(seconds.values())
-        spent += last
-        plain[n] = seconds[shapes[0]]
+
+    def fits(shape: StepShape) -> bool:
+        return shape.requests + shape.drafts <= max(max_tokens, 1 + gamma)
+
+    def timed(*shapes: StepShape) -> float:
+        shapes = tuple(filter(fits, shapes))
+        seconds = dict(zip(shapes, measure(shapes), strict=True)) if shapes else {}
         for shape, took in seconds.items():
-            if shape.drafts and not shape.propose:
-                verify[n + shape.drafts] = took
-        if len(shapes) > 2:
-            draft[n] = max(0.0, seconds[shapes[2]] - seconds[shapes[1]])
-    return CostTable(_curve(plain), _curve(verify), _curve(draft))
+            n, k, propose = shape.requests, shape.drafts, shape.propose
+            if not k:
+                plain[n] = took
+            elif not propose:
+                verify[n + k] = took
+            else:
+                without = seconds[StepShape(n, k, False)]
+                draft[n] = max(0.0, took - without)
+        return STEPS * sum(seconds.values())
+
+    def whole(n: int) -> float:
+        return timed(StepShape(n, 0, False), *(StepShape(n, n * gamma, p) for p in (False, True)))
+
+    def fewer(n: int) -> float:
+        return timed(*(StepShape(n, n * k, False) for k in range(1, gamma)))
+
+    spent = last = 0.0
+    for n in sizes[::2]:
+        if n == 1 or spent + 4 * last <= budget:
+            last = whole(n)
+            if n == 1:  # few rows: kernels go by tiles, and this is the load most people have
+                last += fewer(n)
+            spent += last
+    began = time.monotonic() - spent
+    rest = [(fewer, n) for n in sizes[2::2] if n in plain and graph_rows]
+    for more, n in (*rest, *((whole, n) for n in sizes[1::2])):
+        if time.monotonic() - began <= budget:
+            more(n)
+    return CostTable(
+        _curve(plain, graph_rows), _curve(verify), _curve(draft, graph_rows), graph_rows
+    )
 
 
 def _sizes(most: int) -> Iterable[int]:
@@ -235,5 +267,6 @@ def _sizes(most: int) -> Iterable[int]:
         size *= 2
 
 
-def _curve(points: dict[int, float]) -> CostCurve:
-    return CostCurve(tuple(sorted(points)), tuple(points[size] for size in sorted(points)))
+def _curve(points: dict[int, float], tier_limit: int = 0) -> CostCurve:
+    sizes = tuple(sorted(points))
+    return CostCurve(sizes, tuple(points[size] for size in sizes), tier_limit)

@@ -259,8 +259,13 @@ def _table(context: PlannerContext) -> CostTable | None:
     identity = f"{context.identity} γ={context.draft_len} {context.acceptance}"
     return costs.cached(
         context.cache_dir,
-        f"{identity} {context.max_num_seqs} {context.max_tokens} whole steps",
+        f"{identity} {context.max_num_seqs} {context.max_tokens} {context.graph_rows}",
         lambda: costs.profile(
-            context.measure, context.draft_len, context.max_num_seqs, context.max_tokens, budget
+            context.measure,
+            context.draft_len,
+            context.max_num_seqs,
+            context.max_tokens,
+            budget,
+            context.graph_rows,
         ),
     )

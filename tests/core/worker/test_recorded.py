@@ -3,6 +3,7 @@
 import pytest
 import torch
 from deepinfer import LLM, SamplingParams
+from deepinfer.api.speculative import StepShape
 from deepinfer.errors import EngineDeadError
 from deepinfer.testing.tiny import write_tiny_checkpoint
 from deepinfer.worker import recorded
@@ -253,6 +254,22 @@ def test_a_step_runs_in_a_larger_graph_until_its_own_is_worth_it(model, monkeypa
     assert few < counts["recorded"]
 
 
+def test_what_is_measured_has_graphs_of_its_own(model, recording):
+    """A step of two requests costs what one costs, not what the graph of eight would."""
+    recording()
+    with LLM(model, **SIZES, max_num_seqs=9) as llm:
+        executor = llm.assembly.engine.executor
+        steps = executor._host.runner._recorded
+        shapes = [StepShape(8, 0, False), StepShape(2, 0, False), StepShape(2, 0, True)]
+        assert min(executor.call("measure", shapes)[0]) > 0
+        graphs = {kind for kind, stage in steps._stages.items() if stage.replay is not None}
+        assert {(kind.rows, kind.propose) for kind in graphs} == {(8, False), (2, False), (2, True)}
+        prompts, _ = asked(3)
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        rows = {kind.rows for kind in steps._graphs() if not kind.more}
+        assert rows == {8, 2}, "afterwards a graph serves smaller steps again"
+
+
 @pytest.mark.parametrize(
     "kind, served",
     [
@@ -277,6 +294,26 @@ def test_no_graph_serves_steps_far_smaller():
     assert not recorded._Kind(1, 0, 256, 1024, False, True).serves(large._replace(rows=1))
     prompt = large._replace(rows=1, more=512)
     assert prompt.serves(prompt._replace(more=256)) and not prompt.serves(prompt._replace(more=128))
+
+
+def test_of_a_heavy_model_no_graph_serves_steps_much_smaller():
+    large = recorded._Kind(256, 0, 0, 1024, False, True)
+    assert large.serves(large._replace(rows=224), heavy=True)
+    assert not large.serves(large._replace(rows=192), heavy=True)
+    few = large._replace(rows=64)
+    assert few.serves(large._replace(rows=1), heavy=True)
+    assert not large._replace(rows=80).serves(large._replace(rows=1), heavy=True)
+
+
+def test_steps_of_a_heavy_model_are_launched_until_they_have_come_often(
+    model, monkeypatch, recording
+):
+    want = said(model, *asked(9))
+    monkeypatch.setattr(recorded, "HEAVY", 1)
+    monkeypatch.setattr(recorded, "SMALL_HEAVY", 4)
+    counts = recording()
+    assert said(model, *asked(9)) == want
+    assert 0 < counts["recorded"] < 3 and counts["replays"] > 0
 
 
 def test_graphs_are_given_back(model, recording):

@@ -104,6 +104,7 @@ class Host:
             verifier=loaded.verifier,
             seeing=cast("SeeingModel", loaded.model) if loaded.image_token >= 0 else None,
             image_token=loaded.image_token,
+            weight_bytes=loaded.weight_bytes,
         )
         facts = _facts(config, loaded, checkpoint, backend, sizes, times["weights"])
         return cls(facts, ModelRunner(rig), device, kv, times)
@@ -116,6 +117,7 @@ class Host:
             "profile": self.profile,
             "ops": self.runner.ops,
             "device": lambda: device_name(self.device.torch_device),
+            "graph_rows": lambda: self.runner.graph_rows,
             "measure": lambda shapes: measure_steps(self.runner, self.facts, shapes),
         }
         if method not in calls:

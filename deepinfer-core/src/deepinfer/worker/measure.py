@@ -37,7 +37,8 @@ def measure_steps(
 
     A shape with more requests than slots or pages, or more drafts than they may run, is cut.
     """
-    return [_Steps(runner, facts, shape).seconds() for shape in shapes]
+    with runner.measuring():
+        return [_Steps(runner, facts, shape).seconds() for shape in shapes]
 
 
 def device_name(device: torch.device) -> str:

@@ -14,7 +14,8 @@ compiled.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,8 +50,17 @@ WISHED = 1 << 14
 """Tokens too many that steps of a kind run in larger graphs before it has its own, which costs as
 much as some dozen steps.
 """
-SMALL = 256
-"""Tokens of a graph that any smaller step may run in; else it has at most twice the step's own."""
+SMALL, SMALL_HEAVY = 256, 64
+"""Tokens of a graph that any smaller step may run in; else it has at most twice the step's own, of
+a heavy model a quarter more.
+"""
+HEAVY = 8 << 30
+"""Bytes of weights from which launches hide behind a step's work: a step that has no graph of its
+own runs launch by launch sooner than in one with many rows too many, and one must come often before
+it is worth a graph.
+"""
+OFTEN = 8
+"""Steps of a kind before a heavy model's is recorded."""
 MORE = (16, 64, 256)
 """Tokens of prompts that graphs have room for: steps in which prompts end differ in all they have,
 so they share few graphs.
@@ -117,14 +127,15 @@ class _Kind(NamedTuple):
         """Token rows."""
         return self.lines + self.more
 
-    def serves(self, kind: _Kind) -> bool:
-        """Whether a step of that kind may run in this graph too."""
+    def serves(self, kind: _Kind, heavy: bool = False) -> bool:
+        """Whether a step of that kind may run in this graph too; ``heavy``: each row costs."""
         if (self.filtered, self.propose) != (kind.filtered, kind.propose):
             return False
         fits = self.rows >= kind.rows and self.draft_rows >= kind.draft_rows
         drafts = kind.draft_rows > 0 or kind.propose or not self.draft_rows
         prompts = self.more >= kind.more and (kind.more > 0 or not self.more)
-        near = self.tokens <= max(2 * kind.tokens, SMALL)
+        most, small = (kind.tokens * 5 // 4, SMALL_HEAVY) if heavy else (2 * kind.tokens, SMALL)
+        near = self.tokens <= max(most, small)
         return fits and drafts and prompts and near and self.longest >= kind.longest
 
 
@@ -146,14 +157,14 @@ class PlainRows:
 @dataclass(slots=True)
 class _Stage:
     """A graph's standing inputs int64[3, rows], of each row: slot, start, tokens that may run.
-    ``ran``: whether a step has run in it; ``wished``: tokens too many of steps that ran in a larger
-    one instead.
+    ``ran``: steps that were launched in it; ``wished``: tokens too many of steps that ran in a
+    larger one instead.
     """
 
     inputs: Tensor
     holds: tuple[int, bytes] | None = None
     replay: Callable[[], Outcome] | None = None
-    ran: bool = False
+    ran: int = 0
     wished: int = 0
 
 
@@ -181,12 +192,32 @@ class RecordedSteps:
             self._record = None
         self._stages: dict[_Kind, _Stage] = {}
         self._larger: dict[_Kind, _Kind | None] = {}  # which graph serves, of those there are
+        self._heavy = rig.weight_bytes >= HEAVY
+        self._exact = False  # steps of each kind have a graph of their own
         self._last: tuple[tuple[int, bytes], PlainRows | None] = ((-1, b""), None)
 
     @property
     def warm(self) -> int:
         """Steps after which one of the same kind takes what it will take from there on."""
         return 0 if self._record is None else 2
+
+    @property
+    def most_rows(self) -> int:
+        """Token rows of the largest graph; 0 where there are none."""
+        return 0 if self._record is None else MOST_ROWS
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Within, no step runs in a larger graph: what it takes is what its kind comes to."""
+        self._exact = True
+        try:
+            yield
+        finally:
+            self._exact = False
+            # Nobody verifies without drafting again, but for the end of a text.
+            kept = {k: s for k, s in self._stages.items() if k.propose or not k.draft_rows}
+            self._stages = kept
+            self._larger.clear()
 
     def release(self) -> None:
         """Give back all graphs, and record none from here on: memory is short."""
@@ -206,20 +237,22 @@ class RecordedSteps:
         self._fill(stage, rows)
         assert self._drafting is not None
         warming = stage.replay is None and self._has_room()
-        if warming and stage.ran and not self._recorded(kind, stage):
+        often = OFTEN if self._heavy and not self._exact else 1
+        if warming and stage.ran >= often and not self._recorded(kind, stage):
             return None
         with self._drafting(kind.tokens, kind.propose):
             outcome = self._step(kind, stage) if stage.replay is None else stage.replay()
-        stage.ran = True
+        stage.ran += 1
         return rows, outcome.first(len(rows.array))._replace(warming=warming)
 
     def _served(self, kind: _Kind) -> tuple[_Kind, _Stage]:
         """What a step of that kind runs in."""
         stage = self._stage(kind)
-        if stage.replay is not None or (stage.wished >= WISHED and self._has_room()):
+        wanted = self._exact or (stage.wished >= WISHED and self._has_room())
+        if stage.replay is not None or wanted:
             return kind, stage
         if kind not in self._larger:
-            larger = [k for k in self._graphs() if k.serves(kind)]
+            larger = [k for k in self._graphs() if k.serves(kind, self._heavy)]
             self._larger[kind] = min(larger, key=lambda k: k.tokens, default=None)
         least = self._larger[kind]
         if least is None:
@@ -243,7 +276,7 @@ class RecordedSteps:
             draft_rows=most if kind.draft_rows else 0, more=kind.more and max(kind.more, MORE[1])
         )
         for found in (wide, wide._replace(more=kind.more)):
-            if found.tokens <= SMALL and not self._large(found):
+            if found.tokens <= (SMALL_HEAVY if self._heavy else SMALL) and not self._large(found):
                 return found
         return kind
 

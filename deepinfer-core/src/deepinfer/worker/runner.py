@@ -31,6 +31,8 @@ from deepinfer.worker.recorded import Outcome, PlainRows, RecordedSteps
 from deepinfer.worker.shortage import Shortage
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from deepinfer.api.backend import Device, OutputFuture
     from deepinfer.api.kv import KVSpec
     from deepinfer.api.model import Model, SeeingModel
@@ -61,7 +63,7 @@ class Rig:
     """What a runner is made of.
 
     ``seeing``: the model again if it takes images; ``image_token``: the id that is never drawn
-    then, else −1.
+    then, else −1. ``weight_bytes``: of model and draft.
     """
 
     model: Model
@@ -74,6 +76,7 @@ class Rig:
     verifier: Verifier
     seeing: SeeingModel | None = None
     image_token: int = -1
+    weight_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -135,6 +138,15 @@ class ModelRunner:
     def warm_steps(self) -> int:
         """Steps before one of the same kind takes what it will take from there on."""
         return max(2, self._recorded.warm)
+
+    @property
+    def graph_rows(self) -> int:
+        """Token rows of the largest step that runs as one graph; 0: none does."""
+        return self._recorded.most_rows
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Within, no step runs in a graph made for larger ones."""
+        return self._recorded.exactly()
 
     def ops(self) -> OpSet:
         """What the model was built from: who puts wrappers in sees every call of every step."""
