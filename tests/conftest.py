@@ -99,11 +99,14 @@ def _add(writer, key, value):
 def recording(monkeypatch):
     """Called, it makes CPU devices that are opened from then on record: a graph is the function
     itself, standing inputs and all. Returns counts; with "full" set, nothing can be recorded.
+    ``deep``: two steps are on their way, as where they are short; else one, however short they are.
     """
     import torch
+    from deepinfer.engine import in_flight
     from deepinfer.ops.backend import CPUDevice
 
-    def install():
+    def install(deep=False):
+        monkeypatch.setattr(in_flight, "_SHORT", 1e9 if deep else 0.0)
         counts = {"recorded": 0, "replays": 0, "full": False}
 
         def record(device, fn):
@@ -126,9 +129,11 @@ def recording(monkeypatch):
 @pytest.fixture
 def freezing(monkeypatch):
     """Called, it makes CPU devices record as a GPU does: see ``frozen``. Returns counts."""
+    from deepinfer.engine import in_flight
     from deepinfer.worker import recorded
 
     def install():
+        monkeypatch.setattr(in_flight, "_SHORT", 0.0)
         monkeypatch.syspath_prepend(str(Path(__file__).parent))
         import frozen
 

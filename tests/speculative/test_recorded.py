@@ -38,12 +38,13 @@ def test_drafts_are_those_of_steps_in_halves(tmp_path, monkeypatch, recording, f
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", [{"mode": "static"}, {"mode": "cap"}, {"mode": "adaptive"}])
-def test_texts_are_those_without_drafts(learn, recording, how, dtype):
+@pytest.mark.parametrize("deep", [False, True], ids=["one ahead", "two ahead"])
+def test_texts_are_those_without_drafts(learn, recording, how, dtype, deep):
     target, draft, _ = learn("dspark")
     more = {"dtype": dtype, "max_num_seqs": 5}
     with engine(target, None, **more) as llm:
         want = ids(llm.generate(prompts(7), PARAMS))
-    counts = recording()
+    counts = recording(deep)
     with engine(target, draft, how, **more) as llm:
         for _ in range(2):  # prefixes are found the second time
             outs = llm.generate(prompts(7), PARAMS)

@@ -40,11 +40,12 @@ def said(model, prompts, params, **more):
         return [(o.outputs[0].token_ids, o.outputs[0].finish_reason, o.error) for o in outs]
 
 
+@pytest.mark.parametrize("deep", [False, True], ids=["one ahead", "two ahead"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_texts_are_those_of_steps_in_halves(model, recording, backend):
+def test_texts_are_those_of_steps_in_halves(model, recording, backend, deep):
     """Rows come and go, so tiers are filled up, and prompts come between."""
     want = said(model, *asked(23), backend=backend)
-    counts = recording()
+    counts = recording(deep)
     assert said(model, *asked(23), backend=backend) == want
     assert counts["replays"] > 15 > counts["recorded"] > 0
 
@@ -84,13 +85,14 @@ def test_prompts_end_in_graphs(model, freezing, monkeypatch, caplog, dtype, budg
     assert {kind.rows for kind in ends} > {1} and len({kind.more for kind in ends}) > 1
 
 
+@pytest.mark.parametrize("deep", [False, True], ids=["one ahead", "two ahead"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_short_memory_makes_room_by_preemption(model, recording, dtype):
+def test_short_memory_makes_room_by_preemption(model, recording, dtype, deep):
     """Slots change hands and pages move."""
     more = {"dtype": dtype, "kv_cache_memory": "60KiB" if dtype == "float32" else "30KiB"}
     more |= {"max_model_len": 64}
     want = said(model, *asked(12), **more)
-    counts = recording()
+    counts = recording(deep)
     assert said(model, *asked(12), **more) == want and counts["replays"] > 10
 
 
@@ -114,6 +116,34 @@ def test_a_row_that_asks_for_more_takes_its_step_back_to_halves(model, recording
     counts = recording()
     assert said(model, prompts, params) == want
     assert counts["replays"] > 5  # once that row has ended
+
+
+@pytest.mark.parametrize("wish", [{"logprobs": 2}, {"stop_token_ids": [9]}, {"min_tokens": 3}])
+def test_two_steps_are_on_their_way_where_steps_are_short(model, monkeypatch, recording, wish):
+    """And none is lost: requests that stop, that are aborted, and others in their slots."""
+    prompts, params = asked(14)
+    params[3] = SamplingParams(temperature=0, max_tokens=12, **wish)
+
+    def run():
+        most = 0
+        with LLM(model, **SIZES, max_num_seqs=4) as llm:
+            flying = llm.assembly.engine._in_flight
+            take = flying.take
+
+            def watched():
+                nonlocal most
+                most = max(most, len(flying))
+                return take()
+
+            monkeypatch.setattr(flying, "take", watched)
+            outs = llm.generate(prompts, params)
+            llm._driver.ask(lambda engine: engine.check_integrity())
+        return [out.outputs[0].token_ids for out in outs], most
+
+    want, one = run()
+    recording(deep=True)
+    texts, two = run()
+    assert texts == want and (one, two) == (2, 3), "one more while the next step is planned"
 
 
 def test_a_broken_row_ends_alone(model, monkeypatch, recording):

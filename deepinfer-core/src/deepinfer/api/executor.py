@@ -20,6 +20,8 @@ class ModelFacts:
 
     ``state_blocks``: blocks of the model's state groups: one for each slot, then the snapshots.
     ``image_token``: the id of every position of an image, never sampled; −1: it takes no images.
+    ``graph_rows``: steps of at most so many token rows run as graphs, padded to a multiple of their
+    requests where they have drafts; 0: none do.
     """
 
     architecture: str
@@ -37,6 +39,7 @@ class ModelFacts:
     load_seconds: float = 0.0
     state_blocks: int = 0
     image_token: int = -1
+    graph_rows: int = 0
 
 
 class Executor(Protocol):

@@ -376,8 +376,7 @@ class PlannerContext:
     ``measure(shapes)``: seconds of a step of each shape on the device in use, least of several;
     blocking, and only before the first request. ``identity``: names model, device, dtype and
     everything else that these depend on. ``cache_dir``: where what was measured may be kept; it
-    need not exist. ``graph_rows``: steps of at most so many token rows run padded, to a multiple of
-    their requests where they have drafts; 0: none do.
+    need not exist. ``graph_rows``: as in :class:`~deepinfer.api.executor.ModelFacts`.
     """
 
     method: str

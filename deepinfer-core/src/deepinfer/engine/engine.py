@@ -77,7 +77,7 @@ class Engine:
         self._recorder = Recorder(observers)
         self.grammars = Grammars(grammar_backend, self._recorder.counters, clock)
         self._open: dict[str, RequestState] = {}
-        self._in_flight = InFlight(executor, self._recorder, clock)
+        self._in_flight = InFlight(executor, self._recorder, clock, deep=facts.graph_rows > 0)
         self._deltas: list[Delta] = []
         self._over: DeepInferError | None = None
 
@@ -149,12 +149,12 @@ class Engine:
             if plan is None:
                 self._rest()
                 return
-            # Step N+1 starts; it needs no token of step N on the host.
+            # Step N+1 starts; it needs no token of step N on the host, nor of those before it.
             begun = self._in_flight.forward(plan, self.scheduler.planned)
         if begun.plan.constrained:
             self._collect()  # only masks need step N's tokens; the wait hides under forward
         self._in_flight.sample(self._masks(begun) if begun.plan.constrained else None)
-        self._collect(keep=1)  # step N, if it was not yet
+        self._collect(keep=self._in_flight.depth)  # step N, if it was not yet
 
     def _plan(self) -> BatchPlan | None:
         start = self.clock()

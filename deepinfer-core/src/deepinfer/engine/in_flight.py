@@ -1,8 +1,9 @@
 """Steps on the device: :class:`InFlight`, the engine's side of the executor.
 
-At most one step has begun and not been sampled, and at most one sampled step is on its way when
-the engine returns. All waiting happens here, so Ctrl-C finds nothing half done: what has begun or
-is on its way stays, and the engine's next step goes on with it.
+At most one step has begun and not been sampled, and one sampled step is on its way when the engine
+returns: two where steps are so short that the host may come late with the next one. All waiting
+happens here, so Ctrl-C finds nothing half done: what has begun or is on its way stays, and the
+engine's next step goes on with it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from deepinfer.engine.stats import Recorder
 
 _T = TypeVar("_T")
+_SHORT = 0.003  # seconds of a step: twice what the host takes for 64 requests with drafts, about
+_SMOOTH = 8  # steps over which its length is smoothed
 _NAP = 0.0005  # seconds between looks at a grammar or a transfer when nothing else can run
 
 
@@ -35,18 +38,36 @@ class Begun(NamedTuple):
 
 
 class InFlight:
-    """What the device has been given and has not given back."""
+    """What the device has been given and has not given back.
 
-    def __init__(self, executor: Executor, recorder: Recorder, clock: Callable[[], float]) -> None:
+    Args:
+        deep: two steps may be on their way.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        recorder: Recorder,
+        clock: Callable[[], float],
+        deep: bool = False,
+    ) -> None:
         self.begun: Begun | None = None
         self._executor = executor
         self._recorder = recorder
         self._clock = clock
         self._sampled: deque[tuple[list[RequestState], OutputFuture]] = deque()
+        self._deep = deep
+        self._length = 1.0  # seconds of a step, of late
+        self._landed = 0.0  # when the last one did; 0: nothing was on its way behind it
 
     def __len__(self) -> int:
         """Sampled steps on their way."""
         return len(self._sampled)
+
+    @property
+    def depth(self) -> int:
+        """Sampled steps to leave on their way."""
+        return 2 if self._deep and self._length < _SHORT else 1
 
     def forward(self, plan: BatchPlan, planned: list[RequestState]) -> Begun:
         """Start the first half of a step."""
@@ -65,6 +86,10 @@ class InFlight:
         """Wait for the oldest step: its requests, row by row, and what it produced."""
         out = self._patiently(self._sampled[0][1].result)
         planned, _ = self._sampled.popleft()
+        now = self._clock()
+        if self._landed:
+            self._length += (now - self._landed - self._length) / _SMOOTH
+        self._landed = now if self._sampled else 0.0
         return planned, out
 
     def nap(self) -> None:

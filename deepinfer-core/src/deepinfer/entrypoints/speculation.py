@@ -150,7 +150,7 @@ def open_planner(
             identity=repr((*parts, threads, device, facts.kv.layout, chosen.name, chosen.version)),
             cache_dir=settings.cache_dir() / "speculative",
             measure=measure,
-            graph_rows=min(executor.call("graph_rows")),
+            graph_rows=facts.graph_rows,
         )
     )
     named: Any = Named(chosen, planner, "choose", "observe")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -106,8 +106,10 @@ class Host:
             image_token=loaded.image_token,
             weight_bytes=loaded.weight_bytes,
         )
+        runner = ModelRunner(rig)
         facts = _facts(config, loaded, checkpoint, backend, sizes, times["weights"])
-        return cls(facts, ModelRunner(rig), device, kv, times)
+        facts = replace(facts, graph_rows=runner.graph_rows)
+        return cls(facts, runner, device, kv, times)
 
     def call(self, method: str, *args: Any) -> Any:
         """Rare calls by name, those below."""
@@ -117,7 +119,6 @@ class Host:
             "profile": self.profile,
             "ops": self.runner.ops,
             "device": lambda: device_name(self.device.torch_device),
-            "graph_rows": lambda: self.runner.graph_rows,
             "measure": lambda shapes: measure_steps(self.runner, self.facts, shapes),
         }
         if method not in calls:
