@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepinfer.errors import DeviceLostError
+from deepinfer.sampling.transfer import keep
 from torch import Tensor
 
 from deepinfer_backend_cuda.graphs import Graphs, cuda
@@ -101,12 +102,7 @@ class CudaFuture:
     """Tensors on their way to the host."""
 
     def __init__(self, tensors: tuple[Tensor, ...], device: torch.device) -> None:
-        self._tensors = tuple(
-            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(
-                t.detach(), non_blocking=True
-            )
-            for t in tensors
-        )
+        self._tensors = tuple(map(_copied, tensors))
         self._device = device
         self._arrived = cuda.Event()
         self._arrived.record(torch.cuda.current_stream(device))
@@ -121,7 +117,7 @@ class CudaFuture:
             self._arrived.synchronize()
         except RuntimeError as why:
             raise explained(why, self._device) from why
-        return self._tensors
+        return tuple(t.clone() for t in self._tensors)  # pinned ones are nobody else's
 
     def done(self) -> bool:
         """Whether ``result()`` returns, or raises, at once."""
@@ -129,6 +125,23 @@ class CudaFuture:
             return bool(self._arrived.query())
         except RuntimeError:
             return True
+
+    def __del__(self) -> None:
+        try:
+            self._arrived.query()
+        except (RuntimeError, AttributeError):  # the GPU is lost, or was before the copies began
+            for tensor in getattr(self, "_tensors", ()):
+                keep(tensor)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """On its way to pinned memory."""
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    try:
+        return pinned.copy_(tensor.detach(), non_blocking=True)
+    except RuntimeError:
+        keep(pinned)
+        raise
 
 
 def explained(error: Exception, device: torch.device) -> Exception:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 from torch import Tensor, device
 
 
@@ -11,4 +13,16 @@ def to_device(tensor: Tensor, where: device) -> Tensor:
     """
     if where.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(where, non_blocking=True)
+    pinned = tensor.pin_memory()
+    try:
+        return pinned.to(where, non_blocking=True)
+    except RuntimeError:
+        keep(pinned)
+        raise
+
+
+def keep(pinned: Tensor) -> None:
+    """Never free this tensor: of a lost GPU. torch asks the driver about pinned memory that it gets
+    back, and where the driver answers nothing any more, that ends the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pinned))
