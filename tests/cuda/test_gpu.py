@@ -75,3 +75,21 @@ def test_a_last_layer_of_few_rows_has_the_bits_of_all(tmp_path, monkeypatch, fam
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs])
         assert bool(cut) == (most > 256)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20, 33, 48, 80, 100, 128, 160, 192, 255, 300, 500])
+def test_what_lies_behind_the_rows_of_a_product_does_not_matter(rows):
+    """Boxes are copied whole where the storage has room: here NaN lies there."""
+    import torch
+    from deepinfer_backend_cuda.linear import gated, linear
+
+    torch.manual_seed(rows)
+    n, k = 1536, 1024
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    roomy = torch.full((1024, k), torch.nan, device="cuda", dtype=torch.bfloat16)
+    roomy[:rows] = x
+    for product in (linear, gated):
+        want, got = product(x, w), product(roomy[:rows], w)
+        assert not got.isnan().any()
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))

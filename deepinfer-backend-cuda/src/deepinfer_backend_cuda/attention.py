@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepinfer_backend_cuda import hopper
 from deepinfer_backend_cuda.kernels import attention as kernels
-from deepinfer_backend_cuda.launch import exact, options, processors
+from deepinfer_backend_cuda.launch import empty_rows, exact, options, processors
 
 PIECE = 256
 """Keys of a piece: the split of every row at every length, see ``kernels.attention``."""
@@ -176,7 +176,7 @@ def _flash(
 ) -> tuple[Tensor, Tensor]:
     if scale < 0:
         q, scale = -q, -scale
-    o = q.new_empty(q.shape)
+    o = empty_rows(q, q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     tiles = plan.tiles(hopper.FLASH_ROWS // (q.shape[1] // k_cache.shape[2]), len(q), share)
     step = plan.block_table, plan.kv_lengths, plan.cu_q
@@ -203,7 +203,8 @@ def launch(
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     if out is None:
-        out = q.new_empty((tokens, heads, dim)), q.new_empty((tokens, heads), dtype=torch.float32)
+        lse = q.new_empty((tokens, heads), dtype=torch.float32)
+        out = empty_rows(q, (tokens, heads, dim)), lse
     o, lse = out
     if not o.numel():
         return out

@@ -20,7 +20,7 @@ from deepinfer_backend_cuda.kernels import flash as flash_kernels
 from deepinfer_backend_cuda.kernels import long as long_kernels
 from deepinfer_backend_cuda.kernels import stream as stream_kernels
 from deepinfer_backend_cuda.kernels import wide as wide_kernels
-from deepinfer_backend_cuda.launch import exact, processors
+from deepinfer_backend_cuda.launch import exact, processors, rows_behind
 
 STREAMED_ROWS = 64
 """Products of at most so many rows are streamed (``kernels.stream``)."""
@@ -78,7 +78,7 @@ def stream(
     programs = min(triton.cdiv(n, box), tile.residents * processors(y.device))
     kernels: Any = stream_kernels
     kernels.stream_kernel[(programs,)](
-        TensorDescriptor(x, [m, k], [x.stride(0), 1], [rows, tile.k], _SWIZZLED),
+        TensorDescriptor(x, [rows_behind(x, rows), k], [x.stride(0), 1], [rows, tile.k], _SWIZZLED),
         TensorDescriptor(w, [len(w), k], [w.stride(0), 1], [box, tile.k], _SWIZZLED),
         y,
         y if bias is None else bias,
@@ -243,7 +243,7 @@ def wide(
     parts = (*tile.parts, 0, 0)
     kernels: Any = wide_kernels
     kernels.wide_kernel[(programs,)](
-        TensorDescriptor(x, [m, k], [x.stride(0), 1], [128, 64], _SWIZZLED),
+        TensorDescriptor(x, [rows_behind(x, 128), k], [x.stride(0), 1], [128, 64], _SWIZZLED),
         TensorDescriptor(w, [len(w), k], [w.stride(0), 1], [box, 64], _SWIZZLED),
         y,
         y if bias is None else bias,
@@ -301,11 +301,13 @@ def long(
     """As ``stream``, of any number of rows; y bfloat16, N a multiple of 256."""
     (m, k), n = x.shape, y.shape[1]
     tile = tile or long_tile(m, n, gated, bias is not None, y.device)
-    columns = 128 if gated else 256
-    tiles = triton.cdiv(m, tile.rows * tile.parts) * triton.cdiv(n, columns)
+    columns, height = 128 if gated else 256, tile.rows * tile.parts
+    tiles = triton.cdiv(m, height) * triton.cdiv(n, columns)
     kernels: Any = long_kernels
     kernels.long_kernel[(min(processors(y.device), tiles),)](
-        TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.rows, 64], _SWIZZLED),
+        TensorDescriptor(
+            x, [rows_behind(x, height), k], [x.stride(0), 1], [tile.rows, 64], _SWIZZLED
+        ),
         TensorDescriptor(w, [len(w), k], [w.stride(0), 1], [columns, 64], _SWIZZLED),
         TensorDescriptor(y, [m, n], [n, 1], [tile.rows, 128], _SWIZZLED),
         y if bias is None else bias,

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deepinfer_backend_cuda import hopper, rows
 from deepinfer_backend_cuda.kernels import gemm as kernels
-from deepinfer_backend_cuda.launch import exact, options, processors
+from deepinfer_backend_cuda.launch import empty_rows, exact, options, processors
 
 SHARED_BYTES = 232448 - 1024
 """Shared memory that one program may take on SM90 and SM100, less barriers."""
@@ -138,7 +138,7 @@ def _matrix(w: Tensor) -> bool:
 def gated(x: Tensor, w: Tensor) -> Tensor:
     """``silu_mul(linear(x, w))``, bit for bit: x [..., K], w [2·N, K] -> [..., N]."""
     n, k = w.shape[0] // 2, w.shape[1]
-    y = x.new_empty((x.numel() // k, n))
+    y = empty_rows(x, (x.numel() // k, n))
     if x.dtype != w.dtype or not _matrix(w):
         return rows.silu_mul(linear(x, w))
     if y.numel():
