@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from deepinfer.engine.detokenizer import IncrementalDetokenizer
+from deepinfer.engine.detokenizer import IncrementalDetokenizer, LateDetokenizer
 from deepinfer.tokenizer import Tokenizer, TokenizerParts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -127,6 +127,20 @@ def test_nothing_is_taken_back(case):
     pushed, _ = streamed(BYTES, [], chunks)
     whole = BYTES.decode(ids)
     assert whole.startswith("".join(pushed))
+
+
+@given(st.sampled_from([BYTES, PIECES, PLAIN_PIECES]), st.data(), st.booleans())
+def test_text_that_comes_with_the_end_is_the_same(tokenizer, data, skip):
+    """In one piece, or up to where it was asked for."""
+    prompt, (_, chunks) = data.draw(any_ids(tokenizer, 0)), data.draw(chunked(any_ids(tokenizer)))
+    pushed, whole = streamed(tokenizer, prompt, chunks, skip)
+    late = LateDetokenizer(tokenizer, prompt, skip)
+    asked = data.draw(st.integers(0, len(chunks)))
+    assert [late.push(chunk) for chunk in chunks[:asked]] == [""] * asked
+    early = late.overdue()
+    assert early == "".join(pushed[:asked]) and not late.overdue()
+    assert [late.push(chunk) for chunk in chunks[asked:]] == [""] * (len(chunks) - asked)
+    assert early + late.finish() == whole
 
 
 @given(texts, st.data(), st.sampled_from([PIECES, PLAIN_PIECES]), st.booleans())

@@ -16,7 +16,7 @@ TOKENIZER = ToyTokenizer()
 
 def make_request(name="r", prompt=(1, 2, 3, 4, 5), **options):
     """A request; ``options`` are those of SamplingParams, or of Request."""
-    fields = {"priority", "arrival", "cache_salt", "structured", "limit", "ticket"}
+    fields = {"priority", "arrival", "cache_salt", "structured", "limit", "ticket", "stream"}
     own = {key: options.pop(key) for key in fields & options.keys()}
     params = SamplingParams(**{"temperature": 0.8, "seed": 1, "ignore_eos": True, **options})
     row = to_row_params(params, len(prompt), {0}, 17, TOKENIZER.encode)

@@ -211,3 +211,50 @@ def test_a_token_costs_the_same_late_as_early(lab, options):
     spend(1500)
     late = min(spend(500) for _ in range(4))
     assert late < 3 * early
+
+
+def texts(lab, engine, name):
+    """Run to the end: the pieces of text of one request, and its last delta."""
+    pieces, last = [], None
+    while engine.has_work():
+        for delta in engine.step():
+            if delta.request_id == name:
+                pieces.append(delta.text)
+                last = delta
+    return pieces, last
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_eos": False, "seed": 3}, {"min_tokens": 9}])
+def test_a_text_that_nobody_streams_comes_with_the_end(lab, options):
+    found = []
+    for stream in (True, False):
+        engine = lab.engine()
+        engine.add(lab.request("r", max_tokens=50, stream=stream, **options))
+        found.append(texts(lab, engine, "r"))
+    (streamed, one), (whole, other) = found
+    assert "".join(streamed) == "".join(whole) != "" and sum(map(bool, streamed)) > 1
+    assert not any(whole[:-1]) and one.finish == other.finish
+    assert one.stop_reason == other.stop_reason
+
+
+def test_stop_strings_are_looked_for_all_the_same(lab):
+    found = []
+    for stream in (True, False):
+        engine = lab.engine()
+        engine.add(lab.request("r", max_tokens=50, stop=["a"], stream=stream))
+        found.append(texts(lab, engine, "r"))
+    assert found[0][0] == found[1][0] and found[0][1].finish == found[1][1].finish == "stop"
+
+
+def test_what_ends_early_has_its_text_so_far(lab):
+    """Aborted or failed, the caller gets what a stream would have had."""
+    found = []
+    for stream in (True, False):
+        engine = lab.engine()
+        engine.add(lab.request("r", max_tokens=50, stream=stream))
+        pieces = [d.text for _ in range(20) for d in engine.step()]
+        engine.abort("r")
+        rest, last = texts(lab, engine, "r")
+        assert last.finish == "abort"
+        found.append("".join(pieces + rest))
+    assert found[0] == found[1] != ""

@@ -228,7 +228,8 @@ class Request:
     ``limit`` the absolute length at which it must end; ``cache_salt`` keeps prefixes of tenants
     apart; ``structured`` and ``ticket`` belong to optional rooms; ``images`` ascending, and no
     position outside them has the image token. ``reasoning_end``: ids behind which ``structured``
-    rules, if the answer begins with reasoning.
+    rules, if the answer begins with reasoning. ``stream``: text is wanted as it comes; else it may
+    come with the end.
     """
 
     id: str
@@ -245,6 +246,7 @@ class Request:
     ticket: Any = None
     images: tuple[Image, ...] = ()
     reasoning_end: tuple[int, ...] = ()
+    stream: bool = True
 
 
 @dataclass(slots=True)

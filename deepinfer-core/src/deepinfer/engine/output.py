@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from deepinfer.api.plan import Delta, Fault, RequestMetrics, TokenLogprob
-from deepinfer.engine.detokenizer import IncrementalDetokenizer
+from deepinfer.engine.detokenizer import IncrementalDetokenizer, LateDetokenizer
 from deepinfer.engine.reasoning import AfterReasoning
 from deepinfer.engine.request import RequestState, Status
 from deepinfer.engine.stops import Held, StopStrings
@@ -63,7 +63,8 @@ class OutputState:
         self.detokenizer: IncrementalDetokenizer | None = None
         self.stops: StopStrings | None = None
         if tokenizer is not None and sampling.detokenize:
-            self.detokenizer = IncrementalDetokenizer(
+            late = not (request.stream or sampling.stop) and tokenizer.text_kind != "other"
+            self.detokenizer = (LateDetokenizer if late else IncrementalDetokenizer)(
                 tokenizer,
                 request.token_ids,
                 sampling.skip_special_tokens,
@@ -315,9 +316,10 @@ def ended(r: RequestState, finish: Finish, now: float, error: Exception | None =
 
     Text that was held back stays so: it might have become a stop string.
     """
-    metrics = r.output.metrics
+    output, metrics = r.output, r.output.metrics
     metrics.finished, metrics.output_tokens = now, r.output_tokens
-    return Delta(r.request.id, finish=finish, error=error, metrics=metrics)
+    text = "" if output.detokenizer is None else output.detokenizer.overdue()
+    return Delta(r.request.id, text=text, finish=finish, error=error, metrics=metrics)
 
 
 def row_fault(r: RequestState, fault: int) -> ModelFaultError:

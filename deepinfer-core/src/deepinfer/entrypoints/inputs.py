@@ -167,9 +167,15 @@ class Preparer:
         self._grammar = grammar
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        stream: bool = True,
     ) -> Prepared:
-        """Check one prompt and make its requests, ``id#i`` for sample i of several.
+        """Check one prompt and make its requests, ``id#i`` for sample i of several; ``stream``: as
+        in :class:`~deepinfer.api.plan.Request`.
 
         Raises:
             InvalidRequestError: naming the field, what was given and the bound.
@@ -205,6 +211,7 @@ class Preparer:
                 structured=params.so_args,
                 images=images,
                 reasoning_end=self._reasoning_end(prompt, params),
+                stream=stream,
             )
             for i in range(params.n)
         )

@@ -86,7 +86,8 @@ class LLM(FrontDoor):
                 if isinstance(prompt, InvalidRequestError):
                     raise prompt
                 wish = self.get_default_sampling_params() if wish is None else wish
-                call.take(i, self.assembly.preparer.prepare(name, prompt, wish, rank))
+                prepared = self.assembly.preparer.prepare(name, prompt, wish, rank, stream=False)
+                call.take(i, prepared)
             except InvalidRequestError as why:
                 if len(asked) == 1:
                     raise
