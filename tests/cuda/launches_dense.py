@@ -21,20 +21,29 @@ TIGHT = {"attention_kernel": {SM90: 32, SM100: 48}, "flash_kernel": {SM90: 72}}
 """Attention stands at 255 registers: what ptxas 12.8 spills there, so that more is noticed. Of
 flash_kernel's none lies in the loop over blocks.
 """
+HEADS = ((32, 8, 128), (9, 3, 64))
+"""Of queries, of the cache; their size."""
+TOKENS = ((1, 1), (512, 512), (512, 1))
+"""Of a step, and its requests."""
+DEPTH = 4096
+ROWS = (1, 32, 64, 128, 256, 512)
+MATRICES = ((576, 576), (4096, DEPTH), (6144, DEPTH), (28672, DEPTH))
+PARTS = ((256,), (128, 64, 32), (128, 64), (32,))
+PAGES = ((32, 8, 128, 64), (32, 8, 128, 16), (9, 3, 64, 16))
+"""Heads of queries, of the cache; their size; lines of a page."""
 
 
-def launches(short):
-    depth = 512 if short else 4096
+def launches():
     yield from attentions()
-    yield from products(depth)
-    yield from hoppers(depth)
+    yield from products()
+    yield from hoppers()
     yield from others()
 
 
 def attentions():
-    for heads, kv_heads, dim in ((32, 8, 128), (9, 3, 64)):
+    for heads, kv_heads, dim in HEADS:
         cache = torch.zeros(4, 16, kv_heads, dim, dtype=BF)
-        for tokens, requests in ((1, 1), (512, 512), (512, 1)):
+        for tokens, requests in TOKENS:
             cu_q = torch.linspace(0, tokens, requests + 1).int()
             lengths = torch.ones(requests, dtype=torch.int64)
             table = torch.zeros(requests, 64, dtype=torch.int32)
@@ -50,9 +59,9 @@ def attentions():
             )
 
 
-def products(depth):
-    for m in (1, 32, 64, 128, 256, 512):
-        for n, k in ((576, 576), (4096, depth), (6144, depth), (28672, depth)):
+def products():
+    for m in ROWS:
+        for n, k in MATRICES:
             x, w = torch.zeros(m, k, dtype=BF), torch.zeros(n, k, dtype=BF)
             run = partial(linear.linear, x, w)
             yield Launch(f"linear {m}x{n}x{k}", run, {"gemm_kernel": PRODUCT})
@@ -66,13 +75,13 @@ def products(depth):
     yield Launch("linear K=99", partial(linear.linear, x[:, :33].to(BF), w[:, :33].to(BF)))
 
 
-def hoppers(depth):
+def hoppers():
     """What a Hopper GPU runs in the place of the launches above."""
     for m in (1, 16, 64, 128, 256):
         name = "stream_kernel" if m <= hopper.STREAMED_ROWS else "wide_kernel"
-        x, kind = torch.zeros(m, depth, dtype=BF), (SM90,)
+        x, kind = torch.zeros(m, DEPTH, dtype=BF), (SM90,)
         for n, gated in ((576, False), (4096, False), (6144, False), (28672, True)):
-            w, y = torch.zeros(n, depth, dtype=BF), torch.zeros(m, n // (1 + gated), dtype=BF)
+            w, y = torch.zeros(n, DEPTH, dtype=BF), torch.zeros(m, n // (1 + gated), dtype=BF)
             run = partial(hopper.product, x, w, None, y, gated)
             yield Launch(f"{name} {m}x{n} gated {gated}", run, {name: COPIED}, targets=kind)
     for tile in (hopper.LOW, hopper.TALL):
@@ -84,13 +93,13 @@ def hoppers(depth):
             yield Launch(name, run, {"long_kernel": STORED}, targets=kind)
     run = partial(hopper.product, x, w[:512], y[0], y)
     yield Launch("long_kernel biased", run, {"long_kernel": STORED}, targets=kind)
-    x, w = torch.zeros(256, depth, dtype=BF), torch.zeros(4096, depth, dtype=BF)
+    x, w = torch.zeros(256, DEPTH, dtype=BF), torch.zeros(4096, DEPTH, dtype=BF)
     y = torch.zeros(256, 4096, dtype=BF)
-    for parts in ((256,), (128, 64, 32), (128, 64), (32,)):
+    for parts in PARTS:
         tile = hopper.Wide(parts, 4)
         run = partial(hopper.wide, x, w, y[0], y.float(), tile=tile)
         yield Launch(f"wide_kernel {parts}", run, {"wide_kernel": COPIED}, targets=kind)
-    for heads, kv_heads, dim, page in ((32, 8, 128, 64), (32, 8, 128, 16), (9, 3, 64, 16)):
+    for heads, kv_heads, dim, page in PAGES:
         cache = torch.zeros(4, page, kv_heads, dim, dtype=BF)
         plan = attention.plan_attention(
             torch.zeros(2, 64, dtype=torch.int32),
@@ -119,6 +128,9 @@ def others():
     yield Launch("rope", partial(rows.rope, k, at, angles))
     yield Launch("rope_write", partial(rows.rope_write, qkv, heads, at, angles, (cache, cache), at))
     yield Launch("kv_write", partial(rows.kv_write, k, k, cache, cache, at))
+    ints = torch.zeros(2, 9, dtype=torch.int64)
+    kept = torch.zeros(9, 2 * 8192, dtype=BF), ints, at[:1].clone()
+    yield Launch("append_rows", partial(rows.append_rows, (x, x), (at, at), *kept))
     yield Launch("gumbel", partial(sampling.gumbel_argmax, logits, at.float(), at, at))
     words = torch.zeros(5, 1563, dtype=torch.int32)
     yield Launch("apply_bitmask", partial(sampling.apply_bitmask, logits, words, at))

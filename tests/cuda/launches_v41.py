@@ -13,6 +13,10 @@ from registry import SM90, SM100, Launch
 
 BF, U8 = torch.bfloat16, torch.uint8
 HIDDEN, INNER, EXPERTS, CHOSEN = 5120, 2304, 4, 6
+ROWS = (1, 32, 64, 128, 256)
+MATRICES = ((1792, HIDDEN), (32768, HIDDEN // 4))
+TOKENS = (1, 12, 40, 256)
+"""That are sent to experts."""
 WHOLE = {SM90: frozenset({"HGMMA"}), SM100: frozenset({"UTCHMMA"})}
 
 WARPS = {SM90: frozenset({"HMMA"}), SM100: frozenset({"HMMA"})}
@@ -24,12 +28,14 @@ TIGHT = {
 """Tiles at 255 registers: what ptxas spills there, so that more is noticed."""
 
 
-def launches(short):
-    hidden, inner = (HIDDEN // 8, 256) if short else (HIDDEN, INNER)
+def launches():
     yield from numbers()
-    yield from products(hidden)
-    yield from experts(hidden, inner)
+    yield from products()
+    yield from experts()
+    yield from routes()
+    yield from grouped()
     yield from attention()
+    yield from latents()
     yield from indexer()
     yield from streams()
 
@@ -56,28 +62,34 @@ def numbers():
     yield Launch("gated_quantize", partial(scaled.gated_quantize, x, 10.0))
 
 
-def products(hidden):
-    for m in (1, 32, 64, 128, 256):
-        for n, k in ((1792, hidden), (32768, hidden // 4)):
+def products():
+    for m in ROWS:
+        for n, k in MATRICES:
             x = torch.zeros(m, k, dtype=BF)
             run = partial(scaled.product, x, kept(n, k, "fp8"))
             yield Launch(f"scaled_linear {m}x{n}x{k}", run, {"product_kernel": WHOLE})
-    w = kept(1792, hidden, "fp8")
+    w = kept(1792, HIDDEN, "fp8")
     yield Launch("decode", partial(scaled.decode, w))
 
 
-def experts(hidden, inner):
+def experts():
     for kind in ("mxfp4", "paired"):
-        gate_up = kept(2 * inner, hidden, kind, (EXPERTS,))
-        down = kept(hidden, inner, kind, (EXPERTS,))
-        for tokens in (1, 12, 40, 256):
-            x = torch.zeros(tokens, hidden, dtype=BF)
+        gate_up = kept(2 * INNER, HIDDEN, kind, (EXPERTS,))
+        down = kept(HIDDEN, INNER, kind, (EXPERTS,))
+        for tokens in TOKENS:
+            x = torch.zeros(tokens, HIDDEN, dtype=BF)
             ids = torch.zeros(tokens, CHOSEN, dtype=torch.int32)
             run = partial(moe.scaled_moe, x, ids, ids.float(), gate_up, down, EXPERTS, 10.0)
             needs = {"product_kernel": WHOLE, "gated_kernel": WHOLE}
             yield Launch(f"scaled_moe {kind} {tokens}", run, needs, TIGHT)
+
+
+def routes():
     logits, bias = torch.zeros(5, 384), torch.zeros(384)
     yield Launch("route", partial(moe.route, logits, bias, CHOSEN, "sqrtsoftplus", True, 1.5))
+
+
+def grouped():
     x, w = torch.zeros(5, 64), torch.zeros(3, 32, 64)
     offsets = torch.zeros(4, dtype=torch.int64)
     yield Launch("grouped_linear float32", partial(moe.grouped_linear, x, w, offsets))
@@ -119,6 +131,10 @@ def attention():
             run = partial(sparse.latent_attention, q, window, at, sink, 0.04, *more)
             needs = {"sparse_kernel": WHOLE if tokens > 4 else WARPS}
             yield Launch(f"latent_attention {tokens} {with_cache}", run, needs, TIGHT)
+
+
+def latents():
+    cache = torch.zeros(9, 32, 288, dtype=U8)
     at, angles = batch(9, 2), torch.zeros(99, 64)
     u, state = torch.zeros(9, 512), torch.zeros(4, 2, 1024)
     yield Launch("compress", partial(latent.compress, u, u, state, at))

@@ -8,7 +8,7 @@ own launchers choose them. A kernel that no launch reaches fails ``test_kernels`
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,24 @@ class Launch:
 
 
 def launches(short: bool = False) -> list[Launch]:
-    """Of all ``launches_*.py``; ``short``: the same kernels in the same tiles, with sums of a tenth
-    of the length, for tools under which a large product takes minutes.
+    """Of all ``launches_*.py``; ``short``: of all ``short_*.py``, which have the same kernels in
+    the same tiles and little to do, for tools under which a large product takes minutes.
     """
     found = []
-    for path in sorted(HERE.glob("launches_*.py")):
-        found += importlib.import_module(path.stem).launches(short)
+    for path in sorted(HERE.glob("short_*.py" if short else "launches_*.py")):
+        found += importlib.import_module(path.stem).launches()
     return found
+
+
+def ordered(sized: Iterable[tuple[int, Set[str], Launch]]) -> list[Launch]:
+    """Launches by what they take, least first, given that and the kernels they reach; but before
+    all others those with a kernel that none before has, for when time ends.
+    """
+    first, rest, seen = [], [], set()
+    for _, reached, launch in sorted(sized, key=lambda one: one[0]):
+        (rest if reached <= seen else first).append(launch)
+        seen |= reached
+    return first + rest
 
 
 def kernels() -> dict[str, Any]:

@@ -2,20 +2,19 @@
 
 ``compute-sanitizer --tool memcheck python sanitized.py [SECONDS [PART]]``: with PART ``kit``, as
 without, attention of several pieces and the kit's cases, compared with their references, while the
-seconds last; with ``2/8`` the third of eight shares of the launches that name every kernel and
-variant (``registry``). ``racecheck.py`` runs all of them side by side, so that they share what
+seconds last; with ``2/8`` the third of eight shares of the short launches that name every kernel
+and variant (``registry``). ``racecheck.py`` runs all of them side by side, so that they share what
 compiling takes. Prints which kernels were launched; leaves with 1 if something is wrong by itself.
 """
 
-import math
-import re
 import sys
 import time
 
 import torch
 import triton
 from deepinfer.testing.selftest import check_ops
-from registry import launches
+from registry import launches, ordered
+from traffic import recorded, traffic
 
 
 def pieces():
@@ -32,20 +31,20 @@ def pieces():
     return bool(out.isfinite().all())
 
 
-def size(launch):
-    """Of its matrices, as far as its name tells: a tool makes large ones take minutes."""
-    shapes = re.findall(r"\d+(?:x\d+)+", launch.name)
-    return max((math.prod(map(int, shape.split("x"))) for shape in shapes), default=0)
+def served():
+    """The short launches for this GPU: each kernel's least first, then by what they take."""
+    major, minor = torch.cuda.get_device_capability()
+    found = [one for one in launches(short=True) if 10 * major + minor in one.targets]
+    calls = [recorded(one.run) for one in found]
+    reached = [{call.name for call in each} for each in calls]
+    return ordered(zip(map(traffic, calls), reached, found, strict=True))
 
 
 def launch_all(group, groups, until):
-    """Small ones first. (launches that time had no room for, sentences about those that failed)"""
-    major, minor = torch.cuda.get_device_capability()
+    """(launches that time had no room for, sentences about those that failed)"""
     late, wrong = [], []
     with torch.device("cuda"):
-        for index, launch in enumerate(sorted(launches(short=True), key=size)):
-            if index % groups != group or 10 * major + minor not in launch.targets:
-                continue
+        for launch in served()[group::groups]:
             if time.monotonic() > until:
                 late.append(launch.name)
                 continue

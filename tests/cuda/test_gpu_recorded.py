@@ -8,6 +8,42 @@ pytestmark = pytest.mark.gpu
 SPECULATIVE = str(Path(__file__).parents[1] / "speculative")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", [1, 64, 200])
+@pytest.mark.parametrize("parts", [5, 9], ids=["by the kernel", "by the reference"])
+def test_rows_that_replays_append_are_those_of_the_reference(tokens, parts, dtype):
+    """Twice in a graph, behind a launch that it overlaps; the last of 200 do not fit."""
+    import torch
+    from deepinfer.ops.table import table
+    from deepinfer_backend_cuda import rows
+    from deepinfer_backend_cuda.graphs import Graphs
+
+    device, right = torch.device("cuda"), table()["append_rows"].reference
+    source = torch.Generator(device).manual_seed(tokens)
+    new = torch.zeros(parts, tokens, 2 * 4096, dtype=getattr(torch, dtype), device=device)
+    numbers = torch.zeros(2, tokens, dtype=torch.int64, device=device)
+    kept = new.new_zeros(1900, parts * 4096)
+    ints, count = numbers.new_full((2, 1900), -1), numbers.new_zeros(1)
+    want = [tensor.clone() for tensor in (kept, ints, count)]
+
+    def step():
+        made = rows.silu_mul(new).unbind()
+        rows.append_rows(made, numbers.unbind(), kept, ints, count)
+        rows.append_rows(made[::-1], numbers.flip(0).unbind(), kept, ints, count)
+        return made
+
+    replay, made = Graphs(device).capture(step), rows.silu_mul(new).unbind()
+    for turn in range(6):  # the first ran while the kernels were compiled
+        if turn:
+            new.copy_(torch.randn(new.shape, generator=source, device=device))
+            numbers.random_(0, 1 << 40, generator=source)
+            made = replay()
+        right(made, numbers, *want)
+        right(made[::-1], numbers.flip(0), *want)
+        assert count.tolist() == want[2].tolist() == [2 * tokens * (turn + 1)]
+        assert torch.equal(kept, want[0]) and torch.equal(ints, want[1])
+
+
 @pytest.fixture
 def rounds(monkeypatch):
     """What an engine says with whole graphs and without, and how many were recorded."""

@@ -2,6 +2,7 @@
 
 import pytest
 from racecheck import Hazard, hazards, instructions, is_dispatch
+from registry import Launch, ordered
 
 SASS = """
         /*0110*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
@@ -111,3 +112,18 @@ def test_a_report_is_read_whole():
 def test_a_report_that_cannot_be_judged_is_refused(report):
     with pytest.raises(ValueError, match=r"summaries|could be read"):
         hazards(report)
+
+
+def test_every_kernel_is_launched_before_time_ends():
+    """The least launch that has a kernel which none before has, then all others, least first."""
+    sized = [
+        (30, {"wide"}, "wide, long"),
+        (9, {"rows"}, "rows, more"),
+        (4, {"rows"}, "rows"),
+        (20, {"wide", "tiles"}, "wide"),
+        (25, {"tiles", "flash"}, "flash"),
+    ]
+    launches = [(size, kernels, Launch(name, print)) for size, kernels, name in sized]
+    names = [launch.name for launch in ordered(launches)]
+    assert names == ["rows", "wide", "flash", "rows, more", "wide, long"]
+    assert ordered([]) == []

@@ -109,7 +109,7 @@ def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog,
 
         def sample(runner, *args):
             answer = right(runner, *args)
-            steps.append(int(waiting._free[0]) == waiting.count)
+            steps.append(int(waiting._end) == waiting.count)
             return answer
 
         monkeypatch.setattr(ModelRunner, "sample", sample)  # on the thread that moves both

@@ -97,6 +97,7 @@ _OPS: Mapping[str, Callable[..., Any]] = {
     "silu_mul": rows.silu_mul,
     "rope": rows.rope,
     "kv_write": rows.kv_write,
+    "append_rows": rows.append_rows,
     "mlp_block": layers.mlp_block,
     "apply_bitmask": sampling.apply_bitmask,
     "filter_top": sampling.filter_top,

@@ -5,14 +5,19 @@ Contracts as in ``deepinfer.ops.reference``; no launch waits for the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
+from deepinfer.ops.reference import batch
 from torch import Tensor
 
 from deepinfer_backend_cuda.kernels import rows as kernels
-from deepinfer_backend_cuda.launch import exact
+from deepinfer_backend_cuda.launch import empty_rows, exact
 
 HEADS, ROPE_WARPS = 8, 2
 """Heads that a program rotates, and its warps."""
+MOST_PARTS = 8
+"""Tensors of a row, and numbers, that ``append_rows_kernel`` takes."""
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -21,7 +26,7 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
     if heads == 0:
         x = x.contiguous()
         heads, x_row, x_head = 1, x.shape[-1], 0
-    y = x.new_empty(x.shape)
+    y = empty_rows(x, x.shape)
     _norm(x, None, w, y, None, (heads, x_row, x_head), eps)
     return y
 
@@ -36,7 +41,7 @@ def add_rms_norm(
         x = x.contiguous()
     if residual.stride(1) != 1:
         residual = residual.contiguous()
-    y, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    y, total = empty_rows(x, x.shape), x.new_empty(x.shape)
     _norm(x, residual, w, y, total, (1, x.stride(0), 0), eps)
     return y, total
 
@@ -94,7 +99,7 @@ def silu_mul(x: Tensor, limit: float | None = None) -> Tensor:
     flat = x.reshape(-1, 2 * width)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
-    y = x.new_empty((len(flat), width))
+    y = empty_rows(x, (len(flat), width))
     if y.numel():
         block = min(1024, triton.next_power_of_2(width))
         kernels.silu_mul_kernel[(len(flat), triton.cdiv(width, block))](
@@ -204,6 +209,38 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         BLOCK=triton.next_power_of_2(dim),
         PAGE=k_cache.shape[1],
         num_warps=1,
+        **exact(tokens),
+    )
+
+
+def append_rows(
+    parts: Sequence[Tensor], numbers: Sequence[Tensor], rows: Tensor, ints: Tensor, count: Tensor
+) -> None:
+    """parts [T, H] each, numbers int64[T] each, to rows [N, L·H] and ints int64[M, N] from
+    ``count`` int64[1] on, which grows by T.
+    """
+    tokens, width = parts[0].shape
+    if max(len(parts), len(numbers)) > MOST_PARTS or not parts[0].numel():
+        batch.append_rows(parts, numbers, rows, ints, count)
+        return
+    parts = tuple(p if p.stride(1) == 1 else p.contiguous() for p in parts)
+    block = triton.next_power_of_2(width)
+    kernels.append_rows_kernel[(tokens, len(parts))](
+        parts,
+        tuple(p.stride(0) for p in parts),
+        tuple(n.contiguous() for n in numbers),
+        rows,
+        ints,
+        count,
+        len(rows),
+        rows.stride(0),
+        ints.stride(0),
+        PARTS=len(parts),
+        NUMBERS=len(numbers),
+        FEW=MOST_PARTS,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 8),
         **exact(tokens),
     )
 

@@ -112,3 +112,21 @@ def test_expand_rows(start, count, total, rows, positions):
     row, position = OPS.expand_rows(*given, total)
     assert row.tolist() == rows and position.tolist() == positions
     assert row.dtype == position.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 3, 5, 6, 8, 9, 1000])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8, 9])
+def test_append_rows(tokens, count, dtype):
+    """Row by row in plain Python: places 0 to 7."""
+    parts, numbers = [randn(tokens, 4, dtype=dtype) for _ in range(3)], (torch.arange(tokens),) * 2
+    rows, ints = randn(8, 12, dtype=dtype), torch.full((2, 8), -1)
+    want = [row.clone() for row in rows], ints.T.tolist()
+    for t in range(tokens):
+        if count + t < 8:
+            want[0][count + t] = torch.cat([part[t] for part in parts])
+            want[1][count + t] = [t, t]
+    at = torch.tensor([count])
+    assert OPS.append_rows(parts, numbers, rows, ints, at) is None
+    assert torch.equal(rows, torch.stack(want[0])) and ints.T.tolist() == want[1]
+    assert at.tolist() == [count + tokens]

@@ -11,6 +11,9 @@ import triton.language as tl
 
 from deepinfer_backend_cuda.kernels.chain import follow
 
+ARRIVAL = tl.constexpr(1 << 32)
+"""What ``append_rows_kernel`` adds to a count for each program."""
+
 
 @triton.jit(do_not_specialize=["heads"])
 def rms_norm_kernel(
@@ -155,6 +158,43 @@ def kv_write_kernel(
         tl.store(kc_ptr + to, k.to(kc_ptr.dtype.element_ty), mask=mask)
         to = page * v_page + line * v_line + h * D + cols
         tl.store(vc_ptr + to, v.to(vc_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["room"])
+def append_rows_kernel(
+    parts, part_rows, numbers, rows_ptr, ints_ptr, count_ptr, room, rows_row, ints_row,
+    PARTS: tl.constexpr, NUMBERS: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """Program (t, p): row t of part p to its place beside the others, row count + t of ``rows``,
+    and with part 0 the numbers of t to that column of ``ints``, below ``room``; then count += T.
+
+    The upper half of ``count``, 0 before and after, is how many programs have arrived. So one
+    addition tells a program where its row goes and whether it is the last, which stores what is
+    counted now: all others have read it. One address has one order, so no fence is needed.
+    """
+    follow(CHAIN)
+    t = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    cols, few = tl.arange(0, BLOCK), tl.arange(0, FEW)
+    mask = cols < WIDTH
+    # Loads are under way while the place is asked for.
+    x = tl.zeros((BLOCK,), rows_ptr.dtype.element_ty)
+    for i in tl.static_range(PARTS):
+        if part == i:
+            x = tl.load(parts[i] + t * part_rows[i] + cols, mask=mask)
+    told = tl.zeros((FEW,), tl.int64)
+    for i in tl.static_range(NUMBERS):
+        told = tl.where(few == i, tl.load(numbers[i] + t, mask=part == 0, other=0), told)
+    seen = tl.atomic_add(count_ptr, ARRIVAL, sem="relaxed")
+    count = seen % ARRIVAL
+    at = count + t
+    if at < room:
+        tl.store(rows_ptr + at * rows_row + part * WIDTH + cols, x, mask=mask)
+        to = ints_ptr + few.to(tl.int64) * ints_row + at
+        tl.store(to, told, mask=(few < NUMBERS) & (part == 0))
+    if seen // ARRIVAL == tl.num_programs(0) * PARTS - 1:
+        tl.store(count_ptr, count + tl.num_programs(0))
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "pages", "table_row"])

@@ -40,7 +40,7 @@ LATENT: Final = (
 )
 ENGRAM: Final = ("engram_rows", "engram_gate", "engram_block")
 VISION: Final = ("full_attention",)
-BATCH: Final = ("expand_rows",)
+BATCH: Final = ("expand_rows", "append_rows")
 SAMPLING: Final = (
     "logit_bias",
     "penalties",

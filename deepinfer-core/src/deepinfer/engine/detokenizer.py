@@ -72,7 +72,6 @@ class IncrementalDetokenizer:
         """Return what was held back; bytes that never became a character are U+FFFD."""
         return self._stream.finish()
 
-
     def overdue(self) -> str:
         """Text that is certain and was not returned."""
         return ""

@@ -25,7 +25,7 @@ from deepinfer.ops.rows import row_sum, sigmoid, softmax, tiled
 ROW_EXACT: Final = frozenset(
     {
         *("embedding", "rope", "plan_attention", "kv_write", "permute", "expand_rows"),
-        *("quantize", "pack_rows", "unpack_rows", "hyper_collapse", "hyper_merge"),
+        *("append_rows", "quantize", "pack_rows", "unpack_rows", "hyper_collapse", "hyper_merge"),
         *("engram_rows", "engram_gate", "compress", "full_attention"),
         *SAMPLING,
     }

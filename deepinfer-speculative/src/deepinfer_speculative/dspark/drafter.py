@@ -67,7 +67,7 @@ class DSparkDrafter(BlockDrafter):
         )
         self._blocks: dict[int, tuple[Any, Tensor]] = {}
         width = len(self.taps) * config.shape.hidden_size
-        self._waiting = _Waiting(width, target.dtype.itemsize, target.device)
+        self._waiting = _Waiting(width, target.dtype.itemsize, target.device, model.ops)
         self._recorded: bool | None = None
 
     @classmethod
@@ -188,15 +188,16 @@ class _Waiting:
     [n, width], positions and slots int64[n].
     """
 
-    def __init__(self, width: int, itemsize: int, device: torch.device) -> None:
+    def __init__(self, width: int, itemsize: int, device: torch.device, ops: Any) -> None:
+        self._ops = ops
         self.most = MANY
         if device.type != "cpu":
             self.most = max(MANY, min(MORE, WAITING_BYTES // (width * itemsize)))
         self._width = width
         self._rows: Tensor | None = None
         self._places = torch.full((2, self.most), -1, dtype=torch.int64, device=device)
-        self._free = torch.arange(self.most, device=device)  # where graphs put the next rows
         self.count = self._steps = 0
+        self._end = torch.zeros(1, dtype=torch.int64, device=device)  # ``count``, for graphs
 
     def fits(self, count: int) -> bool:
         return self.count + count <= self.most
@@ -207,15 +208,13 @@ class _Waiting:
         began, self.count = self.count, self.count + len(slots)
         torch.cat(hidden, -1, out=all_rows[began : self.count])
         torch.stack((positions, slots), out=self._places[:, began : self.count])
-        self._free += len(slots)
+        self._end += len(slots)
         self._steps += 1
 
     def append(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
         """The same as a graph does it; :meth:`counted` follows on the host."""
-        place = self._free[: len(slots)]
-        self._all(hidden).index_copy_(0, place, torch.cat(hidden, -1))
-        self._places.index_copy_(1, place, torch.stack((positions, slots)))
-        self._free += len(slots)
+        kept = self._all(hidden), self._places, self._end
+        self._ops.append_rows(hidden, (positions, slots), *kept)
 
     def counted(self, count: int) -> None:
         """So many rows were appended."""
@@ -232,7 +231,7 @@ class _Waiting:
         and are good until the next :meth:`add`.
         """
         assert self._rows is not None, "something was added"
-        self._free -= self.count
+        self._end.zero_()
         rows, (positions, slots) = self._rows[: self.count], self._places[:, : self.count]
         if self._steps > 1:
             order = slots.sort(stable=True)

@@ -1,6 +1,8 @@
-"""Batch ops: from rows of a plan to token rows, on the device."""
+"""Batch ops: from rows of a plan to token rows, and what is kept of those, on the device."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,3 +27,27 @@ def expand_rows(start: Tensor, count: Tensor, total: int) -> tuple[Tensor, Tenso
     row = torch.where(real, row, 0)
     position = start[row] + token - (ends - count)[row]
     return torch.where(real, row, -1), torch.where(real, position, 0)
+
+
+@op
+def append_rows(
+    parts: Sequence[Tensor], numbers: Sequence[Tensor], rows: Tensor, ints: Tensor, count: Tensor
+) -> None:
+    """A step's rows behind those that are kept, in place; where they go lies on the device.
+
+    parts: one or more [T, H]; numbers: M >= 1 of int64[T]; rows [N, L·H] of the parts' type and
+    ints int64[M, N], contiguous; count int64[1], from 0 to below 2³¹. The parts side by side become
+    rows ``count`` to ``count + T − 1``, the numbers the same columns of ``ints``; then T is added
+    to ``count``. Places from N on are not written, but counted.
+    """
+    tokens, most = len(parts[0]), len(rows)
+    if tokens and most:
+        # Rows without a place write what another one writes anyway, in the last place.
+        row = torch.arange(tokens, device=count.device).minimum((most - 1 - count).clamp(min=0))
+        place = (count + row).clamp(max=most - 1)
+        fits = count < most
+        new = torch.cat(tuple(parts), -1)[row]
+        rows.index_copy_(0, place, torch.where(fits, new, rows[-1]))
+        told = torch.stack(tuple(numbers))[:, row]
+        ints.index_copy_(1, place, torch.where(fits, told, ints[:, -1:]))
+    count += tokens

@@ -439,6 +439,48 @@ def _expand_rows(run: Run, start: list[int], count: list[int], total: int) -> An
     return run.ops.expand_rows(*columns, total)
 
 
+@by_rows("append_rows", given={"count": 3})
+@case("append_rows", "two_steps", given={"rows": 64, "count": 0, "steps": 2})
+@case("append_rows", "many_rows_that_fit_just_so", given={"rows": 256, "count": 44})
+@case("append_rows", "some_do_not_fit", given={"rows": 64, "count": 290})
+@case("append_rows", "none_fits", given={"rows": 7, "count": 300})
+@case("append_rows", "far_behind_the_end", given={"rows": 7, "count": BIG >> 10, "steps": 2})
+@case("append_rows", "one_part", given={"rows": 7, "count": 5, "parts": 1})
+@case("append_rows", "many_parts", given={"rows": 7, "count": 5, "parts": 9})
+@case("append_rows", "many_numbers", given={"rows": 7, "count": 5, "numbers": 9})
+@case("append_rows", "odd_size", given={"rows": 7, "count": 5, "width": 37})
+@case("append_rows", "no_room_at_all", given={"rows": 7, "count": 0, "most": 0})
+def _append_rows(
+    run: Run,
+    rows: int,
+    count: int,
+    most: int = 300,
+    parts: int = 3,
+    numbers: int = 2,
+    width: int = 24,
+    steps: int = 1,
+) -> Any:
+    """What is kept, what was there before among it, and the count."""
+    kept = run.place(run.draw.normal(most, parts * width))
+    ints = run.place(run.draw.wide_ids(numbers, most))
+    at = run.place(torch.tensor([count]))
+    for _ in range(steps):
+        new = [run.put(run.draw.normal(rows, width)) for _ in range(parts)]
+        told = [run.put(run.draw.wide_ids(rows)) for _ in range(numbers)]
+        run.ops.append_rows(new, told, kept, ints, at)
+    return kept, ints, at
+
+
+@case("append_rows", "rows_of_larger_tensors")
+def _append_rows_strided(run: Run) -> Any:
+    x, y = run.put(run.draw.normal(9, 96)), run.put(run.draw.normal(7, 96))
+    numbers = run.put(run.draw.wide_ids(8, 2))
+    kept, ints = run.place(run.draw.normal(20, 96)), run.place(run.draw.wide_ids(2, 20))
+    at = run.place(torch.tensor([9]))
+    run.ops.append_rows((x[1:8, 48:], y[:, ::2]), (numbers[1:, 0], numbers[:7, 1]), kept, ints, at)
+    return kept, ints, at
+
+
 # --- experts -----------------------------------------------------------------------------------
 
 
