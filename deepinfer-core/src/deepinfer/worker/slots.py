@@ -56,7 +56,7 @@ class SlotTable:
         params: the parameters of each slot's request, on the host.
         bound: int64[slots] on the host: no length is above it after the steps so far.
         floors: int64[slots], ``floor`` on the host.
-        version: counts admissions; what was derived from slots holds while it stands still.
+        version: counts plans that admit; what was derived from slots holds while it stands still.
         greedy, filtered: of those whom the drafter is asked for, see ``api.speculative.SlotView``.
         nobody: a slot behind those of requests: a text that has reached its limit.
     """
@@ -70,7 +70,7 @@ class SlotTable:
         tokens = lazy_zeros((shape.slots + 1) * self.width, torch.int32, device)
         self.tokens = tokens.view(-1, self.width)  # most texts end long before max_len
         self.pages = torch.zeros((shape.slots + 1, max_pages), dtype=torch.int32, device=device)
-        # One matrix for each type, so that entering a slot is two writes.
+        # One matrix for each type, so that entering slots is two writes.
         self._ints = torch.zeros((6, shape.slots + 1), dtype=torch.int64, device=device)
         self._ints[:2, self.nobody] = 1
         columns = self._ints.unbind(0)
@@ -87,8 +87,8 @@ class SlotTable:
 
     def apply(self, plan: BatchPlan) -> None:
         """Admissions, page writes, and the host's bounds after this plan's rows."""
-        for admit in plan.admits:
-            self._admit(admit)
+        if plan.admits:
+            self._admit(plan.admits)
         if len(plan.pages):
             self._write_pages(plan.pages)
         rows = plan.rows.array
@@ -161,19 +161,31 @@ class SlotTable:
         found = self.tokens.view(-1)[slot[:, None] * self.width + place.clamp(min=0)]
         return torch.where(place >= 0, found.long(), -1)
 
-    def _admit(self, admit: Admit) -> None:
-        slot, p, count = admit.slot, admit.params, len(admit.tokens)
-        assert count < admit.limit <= self.shape.max_len, "the brain checks lengths"
-        text = torch.from_numpy(np.array(admit.tokens, np.int32))
-        self.tokens[slot, :count] = to_device(text, self.device)
-        seed = (admit.seed & ((1 << 64) - 1) ^ (1 << 63)) - (1 << 63)  # the same 64 bits, signed
-        ints = (count, admit.limit, seed, p.top_k, 0, admit.floor)
-        self._ints[:, slot] = to_device(torch.tensor(ints, dtype=torch.int64), self.device)
-        floats = (0.0 if p.temperature < COLD else p.temperature, p.top_p, p.min_p)
-        self._floats[:, slot] = to_device(torch.tensor(floats, dtype=torch.float32), self.device)
-        self.params[slot] = p
-        self.bound[slot], self._limit[slot] = count, admit.limit
-        self.floors[slot] = admit.floor
+    def _admit(self, admits: Sequence[Admit]) -> None:
+        """All of a plan at once: each way to the device costs as much as many rows."""
+        ints = np.empty((7, len(admits)), np.int64)
+        floats = np.empty((3, len(admits)), np.float32)
+        for i, admit in enumerate(admits):
+            slot, p, count = admit.slot, admit.params, len(admit.tokens)
+            assert count < admit.limit <= self.shape.max_len, "the brain checks lengths"
+            seed = (admit.seed & ((1 << 64) - 1) ^ (1 << 63)) - (1 << 63)  # the same bits, signed
+            ints[:, i] = slot, count, admit.limit, seed, p.top_k, 0, admit.floor
+            floats[:, i] = 0.0 if p.temperature < COLD else p.temperature, p.top_p, p.min_p
+            self.params[slot] = p
+            self.bound[slot], self._limit[slot] = count, admit.limit
+            self.floors[slot] = admit.floor
+        text = np.empty((2, int(ints[1].sum())), np.int64)  # where each id goes, and the id
+        begin = 0
+        for slot, admit in zip(ints[0].tolist(), admits, strict=True):
+            end = begin + len(admit.tokens)
+            text[0, begin:end] = np.arange(slot * self.width, slot * self.width + end - begin)
+            text[1, begin:end] = admit.tokens
+            begin = end
+        where, ids = to_device(torch.from_numpy(text), self.device)
+        self.tokens.view(-1).index_copy_(0, where, ids.int())
+        told = to_device(torch.from_numpy(ints), self.device)
+        self._ints.index_copy_(1, told[0], told[1:])
+        self._floats.index_copy_(1, told[0], to_device(torch.from_numpy(floats), self.device))
         self.version += 1
 
     def _write_pages(self, pages: NDArray[np.int32]) -> None:

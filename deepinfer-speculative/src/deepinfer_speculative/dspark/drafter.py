@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 MANY: Final = 256
 """Rows of context that may wait for a draft that asks for them, on a CPU: a call costs as much as
 many rows, and so many are less than the last cache."""
-MORE: Final = 2048
-WAITING_BYTES: Final = 32 << 20
-"""Elsewhere, where these rows do not take more than this."""
+MORE: Final = 8192
+WAITING_BYTES: Final = 64 << 20
+"""Elsewhere, where these rows do not take more than this: writing them takes the host as long as
+two steps of a small model, so it should be rare.
+"""
 
 
 class DSparkDrafter(BlockDrafter):
