@@ -1,7 +1,8 @@
 """Engines over the real runner with drafters that tests script: :class:`Bench`.
 
 A tiny checkpoint is loaded through the ordinary host, with a speculator of this module in the
-resolution, as if a plugin had sold it. Drafters know the request of a slot by its seed.
+resolution, as if a plugin had sold it. Drafters know the request of a slot by its seed. Random
+loads for it are drawn in ``load_rig``.
 """
 
 from __future__ import annotations
@@ -9,25 +10,29 @@ from __future__ import annotations
 import random
 import struct
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from deepinfer.api.kv import KVGroup, KVSpec
-from deepinfer.api.plan import Request
 from deepinfer.api.speculative import DraftChoice, DraftNeeds, Drafts
 from deepinfer.config import EngineConfig
 from deepinfer.engine.engine import Engine
-from deepinfer.engine.logits import to_row_params
-from deepinfer.engine.request import mix
 from deepinfer.executors.local import LocalExecutor
 from deepinfer.plugins import Chosen, PluginManager, Resolution, Wanted
-from deepinfer.sampling_params import SamplingParams
-from deepinfer.testing.tiny import VOCAB
+from deepinfer.testing.scenarios import TOKENIZER
 from deepinfer.testing.toy import ToyGrammarBackend
 from deepinfer_speculative.allocation import allocate
 
-EOS = frozenset({2})
 TRUTH: dict[int, list[int]] = {}
 """Seed of a request -> its whole text without speculation: what a perfect drafter drafts."""
+
+
+def know(requests, found):
+    """Drafters learn from now on what these requests came to, and nothing else."""
+    TRUTH.clear()
+    for r in requests:
+        signed = (r.seed ^ (1 << 63)) - (1 << 63) if r.seed >> 63 else r.seed
+        TRUTH[signed] = [*r.token_ids, *found[r.id].ids]
 
 
 class Scripted:
@@ -44,6 +49,7 @@ class Scripted:
 
     def __init__(self, context, target):
         self.draft_len = context.draft_length(None)
+        self.vocab = context.config.vocab_size
         self.rng = random.Random(context.options.get("seed", 0))
         self.slots = None
 
@@ -74,7 +80,7 @@ class Scripted:
         return 0 if self.rng.random() < 0.2 else self.draft_len
 
     def wrong(self, text, place):
-        return self.rng.randrange(VOCAB)
+        return self.rng.randrange(self.vocab)
 
 
 class Perfect(Scripted):
@@ -93,7 +99,7 @@ class Biased(Scripted):
     right = 0.67
 
     def wrong(self, text, place):
-        return 2 if self.rng.random() < 0.5 else text[-1] if text else 3
+        return 0 if self.rng.random() < 0.5 else text[-1] if text else 3
 
 
 class ContextKeeper(Scripted):
@@ -154,11 +160,11 @@ class ContextKeeper(Scripted):
 class RandomPlanner:
     """Any K, any cap, and steps that draft nothing; sees that facts and answers make sense."""
 
-    def __init__(self, context):
-        self.draft_len = context.draft_len
-        self.rng = random.Random(context.options.get("seed", 0))
+    def __init__(self, draft_len, mode, seed):
+        self.draft_len = draft_len
+        self.rng = random.Random(seed)
         self.modes = {"static": self.all, "cap": self.cap, "adaptive": self.any}
-        self.mode = context.mode
+        self.mode = mode
         self.last = 0
 
     def choose(self, facts):
@@ -206,75 +212,128 @@ def resolution_for(config, architecture, drafter):
     return Resolution(chosen)
 
 
-MODES = ("static", "cap", "adaptive")
+class Found(NamedTuple):
+    """What a request came to; all but ``metrics`` must not depend on speculation.
+
+    ``scores`` and ``prompt_scores``: ids, logprobs and ranks, bit for bit.
+    """
+
+    ids: tuple[int, ...]
+    scores: tuple[bytes, ...]
+    prompt_scores: tuple[bytes | None, ...]
+    text: str
+    finish: str
+    stop_reason: int | str | None
+    metrics: Any
+
+    @property
+    def answer(self):
+        return self[:-1]
+
+
+def bits(table):
+    """A table of logprobs as bytes."""
+    return table and b"".join(
+        struct.pack("<ifi", t, c.logprob, c.rank) for t, c in sorted(table.items())
+    )
+
+
+class Collected:
+    """The deltas of one request."""
+
+    def __init__(self):
+        self.ids, self.scores, self.text, self.prompt, self.end = [], [], "", (), None
+
+    def take(self, delta):
+        assert self.end is None, f"{delta.request_id}: a delta behind its end"
+        self.ids.extend(delta.token_ids)
+        self.scores.extend(map(bits, delta.logprobs or ()))
+        self.text += delta.text
+        if delta.prompt_logprobs is not None:
+            self.prompt = tuple(map(bits, delta.prompt_logprobs))
+        if delta.finish is not None:
+            self.end = delta
+
+    def found(self):
+        end = self.end
+        texts = (tuple(self.ids), tuple(self.scores), self.prompt, self.text)
+        return Found(*texts, str(end.finish), end.stop_reason, end.metrics)
 
 
 class Bench:
-    """One engine on a tiny checkpoint; ``drafter`` None: without speculation."""
+    """One engine on a tiny checkpoint; ``drafter`` None: without speculation.
 
-    def __init__(self, path, drafter=None, mode="adaptive", pages=None, gamma=3, seed=0, **config):
+    ``planner``: makes one of (draft length, mode, seed); usually :class:`RandomPlanner`. ``clock``:
+    the engine's, told of each step; None: the machine's.
+    """
+
+    def __init__(
+        self,
+        path,
+        drafter=None,
+        mode="adaptive",
+        pages=None,
+        gamma=3,
+        seed=0,
+        planner=None,
+        policy=None,
+        clock=None,
+        **config,
+    ):
         speculative = None
         if drafter is not None:
             speculative = {"mode": mode, "num_speculative_tokens": gamma, "seed": seed}
         self.config = EngineConfig(
             model=str(path),
             backend="reference" if config.pop("reference", False) else None,
-            batch_invariant=config.pop("batch_invariant", True),
             num_threads=1,
-            page_size=16,
             speculative=speculative,
             kv_cache_memory=64 << 20,
             max_model_len=96,
-            **config,
+            **{"batch_invariant": True, "page_size": 16, **config},
         )
         resolution = resolution_for(self.config, "LlamaForCausalLM", drafter)
         self.executor = LocalExecutor()
         facts = self.executor.start(self.config, resolution)
         if pages is not None:
             facts = replace(facts, num_pages=pages)
-        planner = None
         if drafter is not None:
-            asked = self.config.speculation()
-            planner = RandomPlanner(_Facts(facts.draft_len, asked.mode, asked.options))
-        self.facts = facts
+            planner = (planner or RandomPlanner)(facts.draft_len, mode, seed)
+        self.facts, self.clock = facts, clock
         self.engine = Engine(
             self.config,
             self.executor,
             facts,
+            tokenizer=TOKENIZER,
+            policy=policy,
             planner=planner,
-            grammar_backend=ToyGrammarBackend(VOCAB),
+            grammar_backend=ToyGrammarBackend(facts.vocab_size),
+            **({"clock": clock} if clock else {}),
         )
 
-    def run(self, requests, arrivals=None, abort=()):
-        """request id -> (ids, logprobs as bits, finish, metrics)."""
+    def run(self, requests, arrivals=None, aborts=0.0):
+        """request id -> :class:`Found`. ``arrivals``: a seed; None: all at once. ``aborts``: how
+        likely somebody is sent away before a step.
+        """
         rng = random.Random(arrivals)
-        todo, found, steps = list(requests), {r.id: ([], []) for r in requests}, 0
-        ends = {}
+        todo, open_, steps = list(requests), {}, 0
+        texts = {r.id: Collected() for r in requests}
         while todo or self.engine.has_work():
             while todo and (arrivals is None or rng.random() < 0.4):
+                open_[todo[0].id] = True
                 self.engine.add(todo.pop(0))
-            for name in abort:
-                if steps == 4:
-                    self.engine.abort(name)
+            if open_ and rng.random() < aborts:
+                self.engine.abort(rng.choice(list(open_)))
             for delta in self.engine.step():
-                ids, scores = found[delta.request_id]
-                ids.extend(delta.token_ids)
-                for table in delta.logprobs or ():
-                    scores.append(
-                        b"".join(
-                            struct.pack("<ifi", t, c.logprob, c.rank)
-                            for t, c in sorted(table.items())
-                        )
-                    )
+                texts[delta.request_id].take(delta)
                 if delta.finish is not None:
-                    ends[delta.request_id] = delta
+                    del open_[delta.request_id]
             self.engine.check_integrity()
+            if self.clock is not None:
+                self.clock.step()
             steps += 1
             assert steps < 5000, "stuck"
-        return {
-            name: (tuple(ids), tuple(scores), ends[name].finish, ends[name].metrics)
-            for name, (ids, scores) in found.items()
-        }
+        return {name: text.found() for name, text in texts.items()}
 
     def close(self):
         self.engine.close()
@@ -284,104 +343,3 @@ class Bench:
 
     def __exit__(self, *_):
         self.close()
-
-
-class _Facts:
-    """What :class:`RandomPlanner` reads of a planner's context."""
-
-    def __init__(self, draft_len, mode, options):
-        self.draft_len, self.mode, self.options = draft_len, mode, options
-
-
-def requests_of(number, longest=14):
-    """A random load with every feature, fixed by its number; a third of it under a grammar."""
-    rng = random.Random(number)
-
-    def maybe(chance, value, otherwise):
-        return value if rng.random() < chance else otherwise
-
-    shared = [rng.randrange(3, VOCAB) for _ in range(20)]
-    found = []
-    for k in range(rng.randint(2, 6)):
-        head = shared[: rng.choice([0, 0, 16, 20])]
-        prompt = head + [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))]
-        most = rng.randint(1, 24)
-        params = SamplingParams(
-            n=maybe(0.15, 2, 1),
-            temperature=maybe(0.5, 1.0, 0.0),
-            top_k=maybe(0.2, 12, 0),
-            top_p=maybe(0.2, 0.8, 1.0),
-            min_p=maybe(0.1, 0.05, 0.0),
-            seed=number * 100 + k,
-            max_tokens=most,
-            min_tokens=maybe(0.2, rng.randint(0, most), 0),
-            stop_token_ids=tuple(rng.sample(range(3, VOCAB), maybe(0.3, 25, 0))),
-            ignore_eos=rng.random() < 0.3,
-            logit_bias=maybe(0.15, {rng.randrange(VOCAB): 4.0, 2: 2.0}, None),
-            allowed_token_ids=maybe(0.1, tuple(rng.sample(range(VOCAB), 30)), None),
-            presence_penalty=maybe(0.15, 0.8, 0.0),
-            frequency_penalty=maybe(0.1, 0.4, 0.0),
-            repetition_penalty=maybe(0.1, 1.3, 1.0),
-            logprobs=maybe(0.5, rng.randint(0, 3), None),
-            prompt_logprobs=maybe(0.1, 1, None),
-            detokenize=False,
-        )
-        structured = rng.choice([4, 5]) if rng.random() < 1 / 3 else None
-        row = to_row_params(params, len(prompt), EOS, VOCAB, None)
-        for i in range(params.n):
-            found.append(
-                Request(
-                    id=f"r{k}#{i}",
-                    token_ids=tuple(prompt),
-                    sampling=params,
-                    row_params=row,
-                    seed=mix(params.effective_seed or 0, i),
-                    limit=len(prompt) + most,
-                    eos_ids=EOS,
-                    arrival=float(k),
-                    structured=structured,
-                )
-            )
-    return found
-
-
-def crowded(model, number, requests, **settings):
-    """A bench whose mode, lengths, pages and batch follow from a load's number: little room.
-
-    Every other one builds batches as for a device whose values the host does not know.
-    """
-    longest = max(-(-r.limit // 16) for r in requests)
-    bench = Bench(
-        model,
-        mode=MODES[number // 3 % 3],
-        gamma=1 + number % 5,
-        seed=number,
-        pages=longest + number % 3,
-        max_num_seqs=1 + number % 6,
-        max_num_batched_tokens=8 + 5 * (number % 4),
-        overlap=number % 4 != 0,
-        **settings,
-    )
-    bench.executor._host.runner._batches.looks = number % 2 == 0
-    return bench
-
-
-def same_texts(model, drafter, dtype, numbers):
-    """Random loads without and with a drafter; every text, score and end is the same, some drafts
-    stand and somebody is preempted.
-    """
-    accepted = preempted = 0
-    with Bench(model, dtype=dtype, enable_prefix_caching=False) as plain:
-        for number in numbers:
-            requests = requests_of(number)
-            right = plain.run(requests)
-            with crowded(model, number, requests, drafter=drafter, dtype=dtype) as speculating:
-                got = speculating.run(requests, arrivals=number)
-            for request in requests:
-                name = request.id
-                if right[name][2] == "error":
-                    assert got[name][2] == "error", (number, name)
-                assert got[name][:3] == right[name][:3], (number, name)
-                accepted += got[name][3].accepted
-                preempted += got[name][3].preemptions
-    assert accepted > len(numbers) // 8 and preempted > 0

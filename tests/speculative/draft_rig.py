@@ -8,16 +8,23 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
 
 
-def prompts(count, seed=0, length=12):
+def prompts(count, seed=0, length=12, vocab=320):
     rng = np.random.default_rng(seed)
-    return [rng.integers(3, 320, size=int(rng.integers(2, length))).tolist() for _ in range(count)]
+    sizes = (int(rng.integers(2, length)) for _ in range(count))
+    return [rng.integers(3, vocab, size=size).tolist() for size in sizes]
 
 
-def answered(target):
-    """(prompts, texts): what the target says to ``prompts(48)``; drafts learn these."""
-    asked = prompts(48)
+def answered(target, count=48, vocab=320, hot=False):
+    """(prompts, texts): what the target says to ``prompts(count)``; drafts learn these. ``hot``:
+    every second text is sampled.
+    """
+    asked = prompts(count, vocab=vocab)
+    how = [
+        SamplingParams(temperature=i % 2 * hot, seed=i, max_tokens=40, ignore_eos=True)
+        for i in range(count)
+    ]
     with LLM(str(target), max_model_len=96, num_threads=1, seed=1) as llm:
-        outs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        outs = llm.generate(asked, how)
     rows = [[*ids, *out.outputs[0].token_ids] for ids, out in zip(asked, outs, strict=True)]
     return asked, rows
 

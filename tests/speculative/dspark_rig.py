@@ -20,9 +20,9 @@ from draft_rig import answered
 BLOCK = 5
 
 
-def pair(folder, family, layers=2, taps=(0, 1), rank=8, block=BLOCK, **more):
-    """(target folder, draft folder): random weights."""
-    target = write_tiny_checkpoint(folder / family, family)
+def pair(folder, family, layers=2, taps=(0, 1), rank=8, block=BLOCK, target=None, **more):
+    """(target folder, draft folder): random weights, the target's unless it is given."""
+    target = target or write_tiny_checkpoint(folder / family, family)
     raw = json.loads((target / "config.json").read_text())
     config = draft_config(
         raw, layers=layers, block=block, taps=taps, mask_token=3, rank=rank,
@@ -31,10 +31,12 @@ def pair(folder, family, layers=2, taps=(0, 1), rank=8, block=BLOCK, **more):
     return target, write_random_draft(folder / f"{family}-draft", config, **more)
 
 
-def trained(folder, steps=150):
-    """A tiny Llama and a draft that has learnt some of what it says."""
-    target, draft = pair(folder, "llama", rank=16)
-    asked, rows = answered(target)
+def trained(folder, steps=150, target=None, answers=None):
+    """A tiny Llama, or the ``target`` that said these ``answers``, and a draft that has learnt some
+    of what it says.
+    """
+    target, draft = pair(folder, "llama", rank=16, target=target)
+    asked, rows = answers or answered(target)
     count = len(rows)
     texts = Texts(
         tokens=np.concatenate([np.array(row, np.int32) for row in rows]),

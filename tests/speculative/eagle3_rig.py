@@ -22,9 +22,9 @@ LAYERS = (0, 1, 2)
 """Inputs of a tiny target's three layers."""
 
 
-def pair(folder, family="llama", vocab=200, layers=LAYERS, seed=0, **more):
-    """(target folder, head folder): random weights."""
-    target = write_tiny_checkpoint(folder / family, family)
+def pair(folder, family="llama", vocab=200, layers=LAYERS, seed=0, target=None, **more):
+    """(target folder, head folder): random weights, the target's unless it is given."""
+    target = target or write_tiny_checkpoint(folder / family, family)
     raw = json.loads((target / "config.json").read_text())
     config = head_config(raw, vocab=vocab, layers=layers, **more)
     return target, write_random_head(folder / f"{family}-head", config, raw, seed)
@@ -120,18 +120,20 @@ def agree(rounds, plain):
         assert torch.allclose(sure, expected, atol=1e-4)
 
 
-def trained(folder, steps=120, vocab=260):
-    """A tiny Llama and a head that has learnt some of what it says: plain torch, test time trained.
+def trained(folder, steps=120, vocab=260, target=None, answers=None):
+    """A tiny Llama, or the ``target`` that said these ``answers``, and a head that has learnt some
+    of what it says: plain torch, test time trained.
 
     Returns (target, head, accuracy of its first draft before and after).
     """
-    target, head = pair(folder, vocab=vocab)
-    _, rows = answered(target)
+    target, head = pair(folder, vocab=vocab, target=target)
+    _, rows = answers or answered(target)
     texts = torch.tensor([row[:42] for row in rows if len(row) >= 42])
     plain = Plain(target, head)
-    counts = torch.bincount(texts.flatten(), minlength=320)
+    size = len(plain.target.embed)
+    counts = torch.bincount(texts.flatten(), minlength=size)
     plain.ids = counts.topk(vocab).indices.sort().values
-    back = torch.full((320,), -1).scatter(0, plain.ids, torch.arange(vocab))
+    back = torch.full((size,), -1).scatter(0, plain.ids, torch.arange(vocab))
     with torch.no_grad():
         joined, _ = plain.target.states(texts, plain.config.taps)
     names = [n for n in plain.weights if n != "d2t"]
@@ -152,5 +154,5 @@ def trained(folder, steps=120, vocab=260):
     layer = lambda n: n if n.split(".")[0] in ("fc", "norm", "lm_head") else f"midlayer.{n}"  # noqa: E731
     tensors = {layer(n): plain.weights[n].detach() for n in names}
     raw = json.loads((head / "config.json").read_text())
-    save_draft(head, raw, tensors | vocabulary(plain.ids, 320))
+    save_draft(head, raw, tensors | vocabulary(plain.ids, size))
     return target, head, hits

@@ -9,19 +9,20 @@ import dataclasses
 
 import pytest
 import torch
-from bench_rig import EOS, TRUTH, Bench, ContextKeeper, requests_of
+from bench_rig import Bench, ContextKeeper, know
 from deepinfer.api.kv import KVGroup, KVSpec
 from deepinfer.api.speculative import DraftNeeds
 from deepinfer.engine.logits import to_row_params
 from deepinfer.errors import PluginError
 from deepinfer.sampling_params import SamplingParams
-from deepinfer.testing.tiny import VOCAB, write_tiny_checkpoint
+from deepinfer.testing.scenarios import EOS
 from deepinfer.worker.drafting import DraftPools, with_drafts
+from load_rig import VOCAB, draw, tiny_model
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize(
@@ -31,19 +32,17 @@ def test_context_rows_survive_everything(tiny, dtype, backend):
     ContextKeeper.seen, ContextKeeper.reads = {}, 0
     preempted = cached = 0
     for number in range(6 if backend == "cpu" else 3):
-        requests = requests_of(number)
+        load = draw(number)
+        requests = load.requests
         with Bench(tiny, dtype=dtype, reference=backend == "reference") as plain:
             right = plain.run(requests)
-        TRUTH.clear()
-        for r in requests:
-            signed = (r.seed ^ (1 << 63)) - (1 << 63) if r.seed >> 63 else r.seed
-            TRUTH[signed] = [*r.token_ids, *right[r.id][0]]
-        longest = max(-(-r.limit // 16) for r in requests)
+        know(requests, right)
         with Bench(
             tiny,
             drafter="ContextKeeper",
             seed=number,
-            pages=longest + number % 3,
+            page_size=load.config["page_size"],
+            pages=load.pages,
             max_num_batched_tokens=9 + number,
             dtype=dtype,
             reference=backend == "reference",
@@ -52,9 +51,9 @@ def test_context_rows_survive_everything(tiny, dtype, backend):
                 again = [dataclasses.replace(r, id=f"{r.id} {turn}") for r in requests]
                 got = keeper.run(again, arrivals=number)
                 for r in requests:
-                    assert got[f"{r.id} {turn}"][:3] == right[r.id][:3]
-                preempted += sum(m.preemptions for *_, m in got.values())
-                cached += sum(m.cached_tokens for *_, m in got.values())
+                    assert got[f"{r.id} {turn}"].answer == right[r.id].answer
+                preempted += sum(found.metrics.preemptions for found in got.values())
+                cached += sum(found.metrics.cached_tokens for found in got.values())
     assert preempted and cached
     assert ContextKeeper.reads > 5 * len(ContextKeeper.seen) > 0
 
@@ -64,8 +63,8 @@ def test_a_planner_hears_of_prompts_without_what_is_found_of_them(tiny, cached):
     """What it hears of a step in which all enter is what that step runs."""
     heard, ran = [], []
     with Bench(tiny, drafter="Garbage", enable_prefix_caching=cached) as bench:
-        prompts = [[3 + (7 * i + j) % 90 for j in range(33 + i)] for i in range(4)]
-        first = requests_of(0)[0]
+        prompts = [[3 + (7 * i + j) % 30 for j in range(33 + i)] for i in range(4)]
+        first = draw(0).requests[0]
         for turn in range(2):
             for i, ids in enumerate(prompts):
                 params = SamplingParams(temperature=0, max_tokens=4)

@@ -73,7 +73,17 @@ class Steps:
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 @pytest.mark.parametrize("chunk, longest", [(512, 200), (7, 33)])
 def test_drafts_are_the_recorded_ones(request, monkeypatch, name, chunk, longest):
-    """Tokens, both kinds of logits and confidences, of every round whose text was recorded."""
+    """Tokens, both kinds of logits and confidences, of every round whose text was recorded.
+
+    An eight-bit code of the target that flips in the last bit moves a window of drafts with it, and
+    which flip depends on the processor: on one with AVX2 round 10 of a's p200 (by 1.3 in a
+    confidence's logit), the five rounds of b's p200 whose text is the recorded one, and c's p33
+    from round 1 on (by 0.1 to 0.3). The golden README has the like of the reference itself: it
+    moves decoded rows of p33 by 0.1 to 0.19 against the same rows of a prompt, and rows of p200 by
+    up to 0.75 on four threads instead of one. Ids then mostly stay: there one round of each
+    configuration parts. So all of one prompt at least is as recorded (c has only one: its first
+    round), and one round in twenty may part.
+    """
     folder = DATA / name
     if not folder.is_dir():
         given = request.config.getoption("--golden")
@@ -101,30 +111,37 @@ def test_drafts_are_the_recorded_ones(request, monkeypatch, name, chunk, longest
             ]
         close = all((mine - theirs).abs().max() < 1e-3 for mine, theirs in pairs)
         same = ids.tolist() == golden[f"{at}/tokens"][s, 1:].tolist()
-        assert (close and same) or s > 0 or prompt == "p200"
-        rounds.append((close, same))
-    # An eight-bit code of the target that flips in the last bit moves a window of drafts with it
-    # (the golden README has the shares of such rows): in a, for one round of p200; in c, from the
-    # first decoded row of p33 on, by a tenth in the logits.
-    close, same = (sum(column) for column in zip(*rounds, strict=True))
-    assert same >= (0.97 if name == "a" else 0.8) * len(rounds), rounds
-    assert close >= 20 * len(prompts) if name == "a" else close >= len(prompts) - 1, rounds
+        rounds.append((prompt, s, close, same))
+    parted = [found for found in rounds if not found[3]]
+    assert len(rounds) > 10 * len(prompts), rounds
+    assert len(parted) <= max(2, len(rounds) // 20), parted
+    moved = {prompt for prompt, _, close, _ in rounds if not close}
+    assert len(moved) < max(2, len(prompts)) and {prompt for prompt, *_ in parted} <= moved, rounds
+    assert any(close for _, s, close, _ in rounds if s == 0), rounds
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_texts_are_those_without(golden, dtype):
-    asked = [golden[f"{name}/ids"].tolist() for name in ("p5", "p33")]
-    heats = [0.0, 1.0]
+    """Of drafts of random weights few stand, of sampled texts about one in twenty: noise is shared.
+    The sampled texts are long enough that some do.
+    """
+    asked = [golden[f"{name}/ids"].tolist() for name in ("p5", "p31", "p33")]
     found = []
     for speculative in (None, MTP):
         with engine(speculative, dtype=dtype, batch_invariant=True) as llm:
-            outs = [
-                out for t in heats for out in ask(llm, asked, 8, temperature=t, seed=3, logprobs=2)
-            ]
-        found.append([[(t.token_id, t.logprob) for t in out] for out in outs])
-        drafted = sum(out.metrics.drafted for out in outs)
-    assert drafted > 0
+            cold = ask(llm, asked[::2], 8, logprobs=2)
+            hot = ask(llm, asked, 16, temperature=1.0, seed=3, logprobs=2)
+        found.append([scored(out) for out in (*cold, *hot)])
+    assert all(out.metrics.verified > out.metrics.accepted for out in (*cold, *hot))
+    assert sum(out.metrics.accepted for out in hot) > 0
     assert found[0] == found[1]
+
+
+def scored(out):
+    """(id, its and the best ids' logprobs) of each token of an answer."""
+    answer = out.outputs[0]
+    tables = [{t: c.logprob for t, c in table.items()} for table in answer.logprobs]
+    return list(zip(answer.token_ids, tables, strict=True))
 
 
 def test_steps_that_reach_no_tapped_layer(golden):

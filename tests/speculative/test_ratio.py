@@ -2,22 +2,28 @@
 
 Many requests at once, a million where they are marked slow: one block of two drafts each, over a
 vocabulary of 50, so that first and second token, and the two together, can be compared with p by
-chi-squared.
+chi-squared. Masks are those of real grammars, which depend on the drafts before a row. The variants
+are the real verifier with one place changed.
 """
 
 import math
+import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from deepinfer.api.backend import OpContext
+from deepinfer.api.grammar import GrammarContext, MaskJob
 from deepinfer.api.sampler import SampleRows
 from deepinfer.api.speculative import VerifierContext
 from deepinfer.ops.backend import ReferenceBackend, build_ops
-from deepinfer.sampling.philox import DRAFT, EMISSION, RESIDUAL, gumbel
+from deepinfer.sampling.philox import DRAFT, EMISSION, gumbel
 from deepinfer.sampling.sampler import GumbelSampler
-from deepinfer.sampling.verify import line_grid
-from deepinfer_speculative.ratio import RatioVerifier, accepted, rest, round_seed
+from deepinfer.sampling_params import StructuredSpec
+from deepinfer.testing.toy import ToyGrammarBackend, ToyTokenizer
+from deepinfer_speculative import ratio
+from deepinfer_speculative.ratio import RatioVerifier, round_seed
 from scipy_free import chi_squared_tail
 
 V, QUICK, MANY, TILE = 50, 40_000, 1_000_000, 20_000
@@ -27,6 +33,69 @@ V, QUICK, MANY, TILE = 50, 40_000, 1_000_000, 20_000
 def ops():
     context = OpContext(dtype=torch.float32, device=torch.device("cpu"))
     return build_ops(ReferenceBackend(), context)
+
+
+class Pieces(ToyTokenizer):
+    """The toy's tokens, repeated up to the vocabulary's size."""
+
+    name, vocab_size = "toy", V
+
+    def token_to_id(self, token):
+        return 0 if token == "<end>" else None
+
+
+def toy_matcher():
+    backend = ToyGrammarBackend(V)
+    return backend, backend.compile(5, frozenset({0}))
+
+
+def xgrammar_matcher():
+    module = pytest.importorskip("deepinfer_structured.backend")
+    context = GrammarContext(
+        tokenizer=Pieces(),
+        vocab_size=V,
+        eos_ids=frozenset({0}),
+        options={},
+        cache_dir=Path("/nowhere"),
+    )
+    backend = module.XGrammarBackend(context)
+    spec = StructuredSpec(schema_type="regex", schema="a[abc]{2,5}x?( c|[abcx]{3,12}|é)*")
+    return backend, backend.compile(spec, frozenset({0}))
+
+
+MATCHERS = {"toy": toy_matcher, "xgrammar": xgrammar_matcher}
+
+
+class Masks:
+    """What a grammar allows in a random state of its: at the first row, behind each first draft,
+    and behind each two of them, as its backend fills the masks of a step.
+    """
+
+    def __init__(self, kind, steps=3):
+        backend, matcher = MATCHERS[kind]()
+        rng = random.Random(5)
+        for _ in range(steps):
+            legal = self._filled(backend, matcher, ())[0].nonzero()[:, 0].tolist()
+            matcher.accept([rng.choice([i for i in legal if i])])
+        filled = [[self._filled(backend, matcher, (a, b)) for b in range(V)] for a in range(V)]
+        self._rows = torch.stack([torch.stack(row) for row in filled])
+        self.first, self.second = self._rows[0, 0, 0], self._rows[:, 0, 1]
+        backend.close()
+
+    @staticmethod
+    def _filled(backend, matcher, drafts):
+        """bool[1 + drafts, V]; rows behind an illegal draft or a text's end are left as they are:
+        all allowed.
+        """
+        rows = np.full((1 + len(drafts), -(-V // 32)), -1, np.int32)
+        (legal,) = backend.fill([MaskJob(matcher, 0, drafts)], rows)
+        assert isinstance(legal, int), legal
+        bits = np.unpackbits(rows.view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits[:, :V].astype(bool))
+
+    def of(self, drafts):
+        """bool[R, 3, V] for drafts int64[R, 2]."""
+        return self._rows[drafts[:, 0], drafts[:, 1]]
 
 
 class Proposing:
@@ -68,15 +137,13 @@ def rows_of(seed, start, lengths, temperature=1.0, top_k=0):
     )
 
 
-def run(ops, target, q, draft, verify=None, lengths=2, mask=None, draws=QUICK, top_k=0):
+def run(ops, target, q, draft, lengths=2, masks=None, draws=QUICK, top_k=0):
     """Counts int64[V, V+1] of (first, second token or V where there is none) over all draws.
 
-    ``draft(seed, position)`` gives ids of a position for many requests; ``verify`` is the rule.
-    The model is position by position, not conditional on the text: enough for the joint law, since
-    the second token's distribution is the same whatever the first is.
+    ``draft(seed, position)`` gives ids of a position for many requests; ``masks``: :class:`Masks`.
+    Without them the model is position by position, not conditional on the text: enough for the
+    joint law, since the second token's distribution is the same whatever the first is.
     """
-    if mask is not None:
-        target = target.masked_fill(~mask, -math.inf)
     drafter = Proposing(None if q is None else torch.softmax(q, 1)[None])
     rule = RatioVerifier(VerifierContext(ops=ops, sampler=GumbelSampler(ops), drafter=drafter))
     joint = torch.zeros(V * (V + 1), dtype=torch.int64)
@@ -86,8 +153,10 @@ def run(ops, target, q, draft, verify=None, lengths=2, mask=None, draws=QUICK, t
         ran = torch.full((TILE,), lengths)
         rows = rows_of(seed, 5, ran, top_k=top_k)
         logits = target[rows.position - 5]
-        call = rule.verify if verify is None else verify
-        tokens, counts = call(logits, rows, drafts, ran)
+        if masks is not None:
+            allowed = masks.of(drafts)[:, : lengths + 1].flatten(0, 1)
+            logits = logits.masked_fill(~allowed, -math.inf)
+        tokens, counts = rule.verify(logits, rows, drafts, ran)
         second = torch.where(counts > 1, tokens[:, 1], V)
         joint += torch.bincount(tokens[:, 0] * (V + 1) + second, minlength=len(joint))
     return joint.view(V, V + 1).double().numpy()
@@ -116,17 +185,20 @@ def tail(seen, p):
     return chi_squared_tail(((observed - expected) ** 2 / expected).sum(), len(expected) - 1)
 
 
-def check(joint, p, floor=1e-4):
-    """First token, second where there is one, and the two of them independent."""
+def check(joint, p, behind=None, floor=1e-4):
+    """First token; second where there is one: all of them, and behind each of the likeliest first
+    ones alone. ``behind`` float64[V, V]: the second's law given the first, usually always p[1].
+    """
     assert tail(joint.sum(1), p[0]) > floor
     second = joint[:, :V]
     if not second.any():
         return  # a first draft that is never legal
-    assert tail(second.sum(0), p[1]) > floor
     given = second.sum(1)
-    for first in np.argsort(-given)[:3]:  # whatever came first, the second is p's
+    law = np.tile(p[1], (V, 1)) if behind is None else behind
+    assert tail(second.sum(0), given @ law / given.sum()) > floor
+    for first in np.argsort(-given)[:3]:  # whatever came first, the second is its law's
         if given[first] > 5000:
-            assert tail(second[first], p[1]) > floor / 10
+            assert tail(second[first], law[first]) > floor / 10
 
 
 def independent(q):
@@ -146,23 +218,40 @@ def greedy(q):
     return lambda seed, k: torch.full_like(seed, int(q[k].argmax()))
 
 
+LONG = pytest.mark.parametrize("draws", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)])
+
+
+@pytest.fixture(scope="module", params=["free", *MATCHERS])
+def masks(request):
+    return None if request.param == "free" else Masks(request.param)
+
+
 @pytest.mark.parametrize("how", ["independent", "coupled", "greedy"])
-@pytest.mark.parametrize("masked", [False, True], ids=["free", "masked"])
-@pytest.mark.parametrize("draws", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)])
-def test_what_is_emitted_is_the_targets(ops, how, masked, draws):
+@LONG
+def test_what_is_emitted_is_the_targets(ops, how, masks, draws):
     target, q = distributions(3)
-    mask = None
-    if masked:
-        mask = torch.rand((3, V), generator=torch.Generator().manual_seed(1)) < 0.5
-        mask[torch.arange(2), q.argmax(1)] = torch.tensor([False, True])  # one greedy draft illegal
     draft = {"independent": independent, "coupled": coupled, "greedy": greedy}[how](q)
-    q_or_none = None if how == "greedy" else q
-    joint = run(ops, target, q_or_none, draft, mask=mask, draws=draws)
-    check(joint, p_of(target, mask))
+    joint = run(ops, target, None if how == "greedy" else q, draft, masks=masks, draws=draws)
+    p, behind = p_of(target), None
+    if masks is not None:
+        p = p_of(target[:1], masks.first)
+        behind = p_of(target[1].expand(V, -1), masks.second)
+    check(joint, p, behind)
     stood = joint[:, :V].sum() / draws
-    if how != "greedy":
-        p, said = p_of(target, mask)[0], torch.softmax(q[0].double(), 0).numpy()
-        assert stood == pytest.approx(np.minimum(p, said).sum(), abs=0.01)  # 1 − TV
+    said = torch.softmax(q[0].double(), 0).numpy()
+    right = p[0][q[0].argmax()] if how == "greedy" else np.minimum(p[0], said).sum()  # 1 − TV
+    assert stood == pytest.approx(right, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", MATCHERS)
+def test_masks_are_those_of_the_text(kind):
+    """They forbid much and not all, and differ with the draft before them. The likeliest first
+    draft, which a greedy drafter makes, is legal by one grammar and forbidden by the other.
+    """
+    masks = Masks(kind)
+    assert masks.first[distributions(3)[1][0].argmax()] == (kind == "toy")
+    assert 3 < masks.first.sum() < V - 10
+    assert len(masks.second[masks.first].unique(dim=0)) > 2
 
 
 def test_filters_belong_to_the_target(ops):
@@ -177,61 +266,35 @@ def test_fewer_verified_drafts_change_nothing(ops):
     check(joint, p_of(target))
 
 
-def biased(shared, absent):
-    """The two variants known to be wrong: the rest drawn with the drafts' own noise; and a draft
-    that a mask forbids taken as if there were none.
-    """
-
-    def make(ops, q):
-        sampler = GumbelSampler(ops)
-        said = torch.softmax(q, 1)[None]
-        luck = torch.Generator().manual_seed(11)
-
-        def verify(logits, rows, drafts, lengths):
-            width = drafts.shape[1] + 1
-            lines = line_grid(lengths, width).clamp(min=0)
-            p = sampler.probs(logits, rows)[lines]
-            qs = said.expand(len(drafts), -1, -1)
-            seed, position = rows.seed[lines], rows.position[lines]
-            u = torch.rand(drafts.shape, dtype=torch.float64, generator=luck)
-            stands = accepted(p[:, :-1], qs, drafts, u)
-            kept = stands.long().cumprod(1).sum(1)
-            at = kept[:, None]
-            target = p.gather(1, at[..., None].expand(-1, -1, V))[:, 0]
-            inner = at.clamp(max=1)
-            x = drafts.gather(1, inner)[:, 0]
-            left = rest(target, qs.gather(1, inner[..., None].expand(-1, -1, V))[:, 0], x)
-            if absent:
-                gone = target.gather(1, x[:, None])[:, 0] == 0
-                left = torch.where(gone[:, None], target, left)
-            mine, where = seed.gather(1, at)[:, 0], position.gather(1, at)[:, 0]
-            domain = EMISSION if shared else RESIDUAL
-            last = (left.log() + gumbel(mine, where, V, domain)).argmax(1)
-            final = (target.log() + gumbel(mine, where, V, 7)).argmax(1)
-            last = torch.where(kept < lengths, last, final)
-            tokens = torch.cat((drafts, drafts[:, :1]), 1)
-            return tokens.scatter_(1, kept[:, None], last[:, None]), 1 + kept
-
-        return verify
-
-    return make
-
-
-def test_the_test_finds_shared_noise(ops):
+@LONG
+def test_the_test_finds_shared_noise(ops, draws, monkeypatch):
+    """The rest drawn with the drafts' own noise."""
     target, q = distributions(3)
-    wrong = biased(shared=True, absent=False)(ops, q)
-    joint = run(ops, target, q, coupled(q), verify=wrong)
+    monkeypatch.setattr(ratio, "RESIDUAL", EMISSION)
+    joint = run(ops, target, q, coupled(q), draws=draws)
     assert tail(joint.sum(1), p_of(target)[0]) < 1e-6
-    right = biased(shared=False, absent=False)(ops, q)  # the harness itself is sound
-    check(run(ops, target, q, coupled(q), verify=right), p_of(target))
+    with pytest.raises(AssertionError):
+        check(joint, p_of(target))
 
 
-def test_the_test_finds_forbidden_drafts_taken_as_absent(ops):
+@pytest.mark.parametrize("kind", MATCHERS)
+@LONG
+def test_the_test_finds_forbidden_drafts_taken_as_absent(ops, kind, draws, monkeypatch):
+    """A draft that a mask forbids taken as if there were none: p is drawn from, not the rest."""
+    right = ratio.rest
+
+    def absent(p, q, draft):
+        forbidden = p.gather(1, draft[:, None]) == 0
+        return torch.where(forbidden, p, right(p, q, draft))
+
+    monkeypatch.setattr(ratio, "rest", absent)
     target, q = distributions(3)
-    mask = torch.rand((3, V), generator=torch.Generator().manual_seed(1)) < 0.5
-    wrong = biased(shared=False, absent=True)(ops, q)
-    joint = run(ops, target, q, independent(q), verify=wrong, mask=mask)
-    assert tail(joint.sum(1), p_of(target, mask)[0]) < 1e-6
+    masks = Masks(kind)
+    joint = run(ops, target, q, independent(q), masks=masks, draws=draws)
+    p = p_of(target[:1], masks.first)
+    assert tail(joint.sum(1), p[0]) < 1e-6
+    with pytest.raises(AssertionError):
+        check(joint, p, p_of(target[1].expand(V, -1), masks.second))
 
 
 def test_greedy_requests_get_what_they_get_without_drafts(ops):
