@@ -193,7 +193,6 @@ class SlotTable:
         # In order: of several writes to one place the last stands.
         _, last = np.unique(place[::-1], return_index=True)
         keep = len(place) - 1 - last
-        self.pages.view(-1).index_put_(
-            (to_device(torch.from_numpy(place[keep]), self.device),),
-            to_device(torch.from_numpy(pages[keep, 2]), self.device),
-        )
+        told = torch.from_numpy(np.stack((place[keep], pages[keep, 2])))
+        where, page = to_device(told, self.device)
+        self.pages.view(-1).index_copy_(0, where, page.int())
