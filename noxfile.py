@@ -208,7 +208,6 @@ def dist(session: nox.Session) -> None:
         build = ("-m", "build", "-q", "-o", str(wheels), str(project))
         session.run("python", *build, env=bound())
     built = [str(path) for path in wheels.glob("*.whl")]
-    # Most of what is installed is never imported here: byte code is made of what is.
     session.install("--no-compile", *built, env=bound())
     outside = session.create_tmp()  # so that the checkout is not what gets imported
     with session.chdir(outside):
@@ -263,7 +262,8 @@ def shared(session: nox.Session) -> str:
     alone is installed again, which compiles it.
     """
     python = SHARED / ("Scripts" if os.name == "nt" else "bin") / "python"
-    install = (str(python), "-m", "pip", "install", "-qq")
+    # Most of what is installed is never imported: byte code is made of what is.
+    install = (str(python), "-m", "pip", "install", "-qq", "--no-compile")
     made = [project / "pyproject.toml" for project in (CORE, STRUCTURED, SPECULATIVE)]
     pins = [*made, CORE / "setup.py", CONSTRAINTS]
     if stale("made-from", pins):
