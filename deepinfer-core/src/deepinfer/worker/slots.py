@@ -174,14 +174,9 @@ class SlotTable:
             self.params[slot] = p
             self.bound[slot], self._limit[slot] = count, admit.limit
             self.floors[slot] = admit.floor
-        text = np.empty((2, int(ints[1].sum())), np.int64)  # where each id goes, and the id
-        begin = 0
-        for slot, admit in zip(ints[0].tolist(), admits, strict=True):
-            end = begin + len(admit.tokens)
-            text[0, begin:end] = np.arange(slot * self.width, slot * self.width + end - begin)
-            text[1, begin:end] = admit.tokens
-            begin = end
-        where, ids = to_device(torch.from_numpy(text), self.device)
+        places = [admit.slot * self.width + np.arange(len(admit.tokens)) for admit in admits]
+        text = np.concatenate(places), np.concatenate([admit.tokens for admit in admits])
+        where, ids = to_device(torch.from_numpy(np.stack(text)), self.device)
         self.tokens.view(-1).index_copy_(0, where, ids.int())
         told = to_device(torch.from_numpy(ints), self.device)
         self._ints.index_copy_(1, told[0], told[1:])
