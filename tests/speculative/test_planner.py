@@ -254,7 +254,7 @@ def test_loads_that_come_in_waves_are_not_tried_at_every_wave(tmp_path, few):
     planner, device = Planner(context(tmp_path, Device(**shape))), Dearer(**shape)
     engine = Engine(planner, device, 64, stand=0.7, sure=0.7)
     many, time, tokens, trials = engine.views, 0.0, 0, []
-    for _ in range(40):
+    for _ in range(60):  # trials are spread over 2,700 steps: one takes 2.3 steps' time for 6
         began, before, asked = engine.now, engine.tokens, len(engine.choices)
         engine.run(48)
         time, tokens = time + engine.now - began, tokens + engine.tokens - before
@@ -486,6 +486,29 @@ def test_a_machine_that_was_busy_at_first_is_no_reason_against_drafts(tmp_path, 
     engine.run(400)
     assert sum(c.propose for c in engine.choices[600:]) > 380
     assert (engine.tokens - before) / (engine.now - began) > 1.6 / device.took(1, False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_at_which_requests_come_and_go_are_no_measure(tmp_path, seed):
+    """One of four ends every few steps and another comes, and answers are taken late then; when
+    nobody comes any more, three go on as they should.
+    """
+    shape = {"base": 0.01, "draft": 0.004}
+    planner = Planner(context(tmp_path, Device(**shape)))
+    rng, even = np.random.default_rng(seed), Device(**shape)
+    engine = Engine(planner, even, 4, stand=0.6, sure=0.6).run(20)
+    four = engine.views
+    for _ in range(40):
+        engine.views, engine.device = four[:3], Device(**shape)
+        for _ in range(2):
+            late = 3.0 * float(rng.random())
+            engine.device = Device(base=0.01 * late, draft=0.004 * late)
+            engine.run(1)
+        engine.views, engine.device = four, even
+        engine.run(12)
+    engine.views, began = four[:3], len(engine.choices)
+    engine.run(60)
+    assert sum(c.propose for c in engine.choices[began:]) >= 60 - 2 * GLANCE
 
 
 class WithPrompts(Engine):

@@ -37,6 +37,9 @@ PRICE: Final = 0.005
 """Share of the time that trials may cost: where drafting is dear, they are rare from the start."""
 LOOK: Final = 8
 """While it pauses, a planner looks only every so many steps: its time is that of steps."""
+CALM: Final = 2
+"""Steps behind one with a prompt or of another number of requests that are no measure either: the
+host comes late with them, and answers are taken late."""
 
 
 class _Prospect(NamedTuple):
@@ -75,7 +78,9 @@ class Planner:
         self._table = None if context.mode == "static" else _table(context)
         self._prospects: dict[int, _Prospect] = {}  # by requests
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
-        self._beside = 0  # steps with prompts, one behind the other
+        self._requests = 0  # of the last step
+        self._calm = 0  # steps since requests came or went
+        self._restless = 0  # steps since one was a measure
         self._step = self._hold = 0  # of the last question, and the steps that need none after it
         self.counts = {"steps": 0, "steps_with_drafts": 0, "steps_without_drafting": 0, "rows": 0}
 
@@ -84,8 +89,11 @@ class Planner:
         self._paces.forget(facts.step)  # if it was planned before and came to nothing
         held = min(max(facts.step - self._step - 1, 0), self._hold)
         self._switch.since += held
-        self._beside = self._beside + 1 if facts.prefill_tokens else 0
-        if requests := facts.running + facts.emitting:
+        requests = facts.running + facts.emitting
+        calm = requests == self._requests and not facts.prefill_tokens
+        self._requests, self._calm = requests, self._calm + held + 1 if calm else 0
+        self._restless = 0 if self._calm >= CALM else self._restless + 1
+        if requests:
             sort = sort_of_load(requests)
             self._enters, self._sort = sort != self._sort, sort
             self._switch = self._at(sort)
@@ -98,8 +106,10 @@ class Planner:
         return choice
 
     def _is_measure(self, facts: DraftFacts) -> bool:
-        """What a prompt takes is no measure of steps, unless there is nothing else to go by."""
-        return not facts.prefill_tokens or self._beside > STALE
+        """What prompts, ends and admissions take is no measure of steps, unless there is nothing
+        else to go by.
+        """
+        return self._calm >= CALM or (self._restless > STALE and facts.running > 0)
 
     def _at(self, sort: int) -> Switch:
         """The switch of a sort of load."""
