@@ -79,10 +79,10 @@ def rounds(monkeypatch):
     return both
 
 
-def asked(count):
+def asked(count, more=0):
     from deepinfer import SamplingParams
 
-    prompts = [list(range(5 + i, 9 + 3 * i)) for i in range(count)]
+    prompts = [[n % 320 for n in range(5 + i, 9 + 3 * i + more)] for i in range(count)]
     kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "top_k": 9}]
     params = [
         SamplingParams(**{"seed": i, **kinds[i % 3]}, max_tokens=9 + 7 * (i % 5), ignore_eos=True)
@@ -99,6 +99,27 @@ def test_texts_are_those_of_steps_in_halves(tmp_path, rounds, dtype, family):
     model = write_tiny_checkpoint(tmp_path, family)
     whole, halves, recorded = rounds(model, *asked(19), dtype=dtype, max_num_seqs=13)
     assert whole == halves and recorded > 3
+
+
+@pytest.mark.parametrize("count, more", [(40, 0), (1, 600), (3, 250)])
+def test_long_prompts_end_in_graphs(tmp_path, rounds, monkeypatch, count, more):
+    """A wave of short ones, and long ones alone and beside each other."""
+    from deepinfer.testing.tiny import write_tiny_checkpoint
+    from deepinfer.worker.recorded import RecordedSteps
+
+    kinds, right = [], RecordedSteps._recorded
+
+    def record(steps, kind, stage):
+        kinds.append(kind)
+        return right(steps, kind, stage)
+
+    monkeypatch.setattr(RecordedSteps, "_recorded", record)
+    model = write_tiny_checkpoint(tmp_path, "llama")
+    how = {"dtype": "bfloat16", "max_num_seqs": 40, "max_model_len": 1024}
+    how |= {"kv_cache_memory": "64MiB", "enable_prefix_caching": False}
+    whole, halves, recorded = rounds(model, *asked(count, more), **how)
+    assert whole == halves and recorded > 3
+    assert max(kind.more for kind in kinds) >= 512
 
 
 @pytest.mark.parametrize("mode", ["static", "adaptive", "at random"])

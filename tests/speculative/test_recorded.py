@@ -135,5 +135,5 @@ def test_graphs_that_only_measuring_needs_are_given_back(learn, tmp_path, monkey
         }
         assert all(kind.propose or not kind.draft_rows for kind in kinds)
         table = llm.assembly.engine.scheduler.planner._table
-        assert table.graph_rows == host.runner.graph_rows == recorded.MOST_ROWS
+        assert table.graph_rows == host.runner.graph_rows == recorded.MOST_ROWS_LIGHT
         assert {4 * k for k in range(2, gamma + 2)} <= set(table.verify.sizes)

@@ -85,6 +85,26 @@ def test_prompts_end_in_graphs(model, freezing, monkeypatch, caplog, dtype, budg
     assert {kind.rows for kind in ends} > {1} and len({kind.more for kind in ends}) > 1
 
 
+@pytest.mark.parametrize("light", [True, False])
+def test_of_a_light_model_waves_of_prompts_are_graphs_too(model, recording, monkeypatch, light):
+    """What its launches take does not hide behind the work of six hundred rows."""
+    how = {"max_num_seqs": 23, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+
+    def rounds():
+        with LLM(model, **SIZES, **how) as llm:
+            steps = llm.assembly.engine.executor._host.runner._recorded
+            outs = [out for _ in range(4) for out in llm.generate(*asked(23))]
+            return [out.outputs[0].token_ids for out in outs], steps._graphs()
+
+    want, _ = rounds()
+    recording()
+    monkeypatch.setattr(recorded, "LIGHT", recorded.LIGHT if light else 0)
+    texts, kinds = rounds()
+    most = max(kind.tokens for kind in kinds)
+    assert texts == want
+    assert 1024 < most <= recorded.MOST_ROWS_LIGHT if light else most <= recorded.MOST_ROWS
+
+
 @pytest.mark.parametrize("deep", [False, True], ids=["one ahead", "two ahead"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_short_memory_makes_room_by_preemption(model, recording, dtype, deep):

@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_ROWS = 512
+MOST_ROWS, MOST_ROWS_LIGHT = 512, 1536
 """Token rows of the largest graph: beyond, launches hide behind the work."""
+LIGHT = 4 << 30
+"""Bytes of weights up to which they do not hide behind the work of fewer than a thousand rows."""
 LOGITS_BYTES = 128 << 20
 """Logits of the largest graph."""
 WISHED = 1 << 14
@@ -61,7 +63,7 @@ it is worth a graph.
 """
 OFTEN = 8
 """Steps of a kind before a heavy model's is recorded."""
-MORE = (16, 64, 256)
+MORE = (16, 64, 256, 512, 1024)
 """Tokens of prompts that graphs have room for: steps in which prompts end differ in all they have,
 so they share few graphs.
 """
@@ -193,6 +195,7 @@ class RecordedSteps:
         self._stages: dict[_Kind, _Stage] = {}
         self._larger: dict[_Kind, _Kind | None] = {}  # which graph serves, of those there are
         self._heavy = rig.weight_bytes >= HEAVY
+        self._most = MOST_ROWS_LIGHT if rig.weight_bytes <= LIGHT else MOST_ROWS
         self._exact = False  # steps of each kind have a graph of their own
         self._last: tuple[tuple[int, bytes], PlainRows | None] = ((-1, b""), None)
 
@@ -204,7 +207,7 @@ class RecordedSteps:
     @property
     def most_rows(self) -> int:
         """Token rows of the largest graph; 0 where there are none."""
-        return 0 if self._record is None else MOST_ROWS
+        return 0 if self._record is None else self._most
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -282,7 +285,7 @@ class RecordedSteps:
 
     def _large(self, kind: _Kind) -> bool:
         logits = kind.lines * self._rig.slots.shape.vocab_size * 4
-        return kind.tokens > MOST_ROWS or logits > LOGITS_BYTES
+        return kind.tokens > self._most or logits > LOGITS_BYTES
 
     def _has_room(self) -> bool:
         """For one graph more."""
