@@ -254,7 +254,7 @@ def test_loads_that_come_in_waves_are_not_tried_at_every_wave(tmp_path, few):
     planner, device = Planner(context(tmp_path, Device(**shape))), Dearer(**shape)
     engine = Engine(planner, device, 64, stand=0.7, sure=0.7)
     many, time, tokens, trials = engine.views, 0.0, 0, []
-    for _ in range(60):  # trials are spread over 2,700 steps: one takes 2.3 steps' time for 6
+    for _ in range(90):  # trials are spread over 4,100 steps: one costs 2.3 steps' time for 9
         began, before, asked = engine.now, engine.tokens, len(engine.choices)
         engine.run(48)
         time, tokens = time + engine.now - began, tokens + engine.tokens - before
@@ -417,7 +417,7 @@ def test_after_a_trial_a_pause_reckons_with_what_it_taught(tmp_path):
     planner = Planner(context(tmp_path, device))
     engine = Engine(planner, device, stand=0.0)
     promised = []
-    for _ in range(600):
+    for _ in range(1500):
         engine.run(1)
         if planner._prospects:
             promised.append(planner._prospects[4].rate)

@@ -53,10 +53,14 @@ def test_texts_are_those_without_drafts(learn, recording, how, dtype, deep):
     assert sum(out.metrics.accepted for out in outs) > 10 or how["mode"] != "static"
 
 
+@pytest.mark.parametrize("most", [256, 48])
 def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
-    learn, tmp_path, monkeypatch, recording
+    learn, tmp_path, monkeypatch, recording, most
 ):
-    """Rows that a graph has put aside are those that would have been written at once."""
+    """Rows that a graph has put aside are those that would have been written at once, whether the
+    draft that asks for them writes them or, when there are many, a graph does.
+    """
+    monkeypatch.setattr(dspark, "MANY", most)
     target, draft, _ = learn("dspark")
     curve = {"sizes": [1], "seconds": [1.0], "tier_limit": 0}
     table = {"version": 3, "plain": curve, "verify": curve, "draft": {**curve, "seconds": [1e4]}}
@@ -80,6 +84,8 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
 
                 patch.setattr(planner, "choose", choose)
                 texts = ids(llm.generate(prompts(5), params))
+                drafter = llm.assembly.engine.executor._host.runner._rig.drafter
+                assert (drafter._write_all is not None) == (recorded and most == 48)
         return texts, sorted((text, drafts) for text, drafts, _ in watched.rounds), counts
 
     texts, drafts, _ = rounds(recorded=False)
@@ -88,11 +94,12 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
     assert counts["replays"] > 40
 
 
-@pytest.mark.parametrize("dtype, most", [("float32", 256), ("bfloat16", 6)])
+@pytest.mark.parametrize("dtype, most", [("float32", 256), ("bfloat16", 6), ("float32", 24)])
 def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog, dtype, most):
     """Replays run no Python; whether rows wait when a graph is recorded is of no step's concern.
 
-    ``most``: rows that may wait, more than those of a step and fewer.
+    ``most``: rows that may wait, more than those of a step and fewer, and so many that they are
+    written many at a time, which is a graph of its own.
     """
     target, draft, _ = learn("dspark")
     more = {"dtype": dtype, "max_num_seqs": 5, "backend": "reference", "kv_cache_memory": "2MiB"}
@@ -114,7 +121,9 @@ def test_a_graph_needs_nothing_of_the_host(learn, monkeypatch, freezing, caplog,
 
         monkeypatch.setattr(ModelRunner, "sample", sample)  # on the thread that moves both
         outs = [llm.generate(prompts(7), PARAMS) for _ in range(2)]
+        written = runner._rig.drafter._write_all
     assert all(ids(some) == want for some in outs)
+    assert (most != 24) or written is not None
     assert all(steps) and len(steps) > 40, "a graph puts rows behind those that wait"
     assert counts["recorded"] > 6 and counts["replays"] > 40 and not caplog.messages
     assert planner.pauses > 4 and sum(out.metrics.accepted for some in outs for out in some) > 5

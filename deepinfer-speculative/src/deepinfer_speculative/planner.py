@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 PRICE: Final = 0.005
 """Share of the time that trials may cost: where drafting is dear, they are rare from the start."""
+BEHIND: Final = 3
+"""Steps that a trial goes on for behind its last decision, as answers come late."""
 LOOK: Final = 8
 """While it pauses, a planner looks only every so many steps: its time is that of steps."""
 CALM: Final = 2
@@ -252,7 +254,7 @@ class Planner:
             prospect.rate / drafted,
             requests / plain,
             self._enters,
-            dear=int(TRIAL * cost / PRICE),
+            dear=int((TRIAL + BEHIND) * cost / PRICE),
             usual=lambda: self._usual(requests).rate / drafted,
         )
 

@@ -78,6 +78,25 @@ def test_slots_bound_what_runs(lab):
     assert max(len(plan.rows) for plan in plans) == 2
 
 
+@pytest.mark.parametrize("plenty", [True, False])
+def test_where_pages_are_plenty_the_device_is_rarely_told_of_any(lab, plenty):
+    """Texts of all phases; where there are few, a page is given out when it is needed."""
+    size, few = FakeScript().page_size, 8 * 7 + 7
+    script = FakeScript(num_pages=1000 if plenty else few, max_num_seqs=8)
+    engine, plans = watched(lab, script)
+    for i in range(8):
+        engine.add(lab.request(f"r{i}", range(1, 3 + i), max_tokens=24, seed=i))
+    lab.run(engine)
+    steady = plans[3:]
+    told = [len(plan.pages) for plan in steady]
+    assert len(steady) > 20
+    assert sum(map(bool, told)) <= len(steady) / size + 1 if plenty else max(told) <= 4
+    assert plenty or sum(map(bool, told)) > len(steady) / 2
+    for plan in plans:
+        where = [tuple(write) for write in plan.pages[:, :2].tolist()]
+        assert len(set(where)) == len(where), "each is told once"
+
+
 def test_first_come_first_served_and_priorities(lab):
     entered = {}
     for policy in (FCFSPolicy(), PriorityPolicy()):

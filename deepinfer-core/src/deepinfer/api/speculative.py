@@ -43,7 +43,9 @@ A drafter with ``recorded(tokens, propose)``, a context manager, lets whole step
 graphs: ``allot``, ``commit`` and ``propose`` then launch the same for every step of as many rows,
 and read nothing of the host but what :class:`SlotView` says. It is entered around each such step
 with the step's token rows (0: it is recorded and does not run) and whether drafts are made. Some
-rows may be of slot ``max_num_seqs``, behind those of requests: a text that has ended.
+rows may be of slot ``max_num_seqs``, behind those of requests: a text that has ended. What it does
+beside steps it may record by itself (``DrafterTarget.record``), if it has a method ``release``:
+called where memory is short, it gives these graphs back and records none from there on.
 
 KV. Pages hold text: position p of a request lies in page ``slots.pages[slot, p // page_size]`` at
 ``p % page_size``, and pages behind the text may belong to somebody else. So only ``commit`` writes
@@ -139,13 +141,18 @@ class DraftNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTarget:
-    """The loaded target: its model (share ``embed`` and ``head``), ops, sampler and device."""
+    """The loaded target: its model (share ``embed`` and ``head``), ops, sampler and device.
+
+    ``record``: the device's, where it has graphs: what a function launches, recorded without
+    running it, as a function that launches it again (``api.backend.Device``); else None.
+    """
 
     model: Model
     ops: Any
     sampler: Sampler
     device: torch.device
     dtype: torch.dtype
+    record: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None
 
 
 class SlotView(Protocol):

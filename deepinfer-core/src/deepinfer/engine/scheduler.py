@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from deepinfer.config import EngineConfig
 
 NO_DRAFTS: Final = DraftChoice(0, propose=False)
+PLENTY: Final = 8
+"""Free pages for each request that decodes, from which on they are given out before they are
+needed."""
 
 
 class Scheduler:
@@ -222,6 +225,19 @@ class Scheduler:
             slots.append(r.slot)
             if r.grammar is not None:
                 build.constrained = True
+        if build.pages and self.cache.pool.free >= PLENTY * len(decoding):
+            self._grow_ahead(build)
+
+    def _grow_ahead(self, build: PlanBuilder) -> None:
+        """One of many gets a page in nearly every step, and each time the device has to be told:
+        where there are plenty, all get theirs at once, and most steps tell nothing.
+        """
+        cache, page_size = self.cache, self.cache.page_size
+        for r in build.decoding:
+            held = len(r.pages)
+            want = min(len(r.tokens) + r.ahead_hi + page_size, r.request.limit)
+            if want > held * page_size and cache.reserve(r, want):
+                build.write_pages(r, held)
 
     def _chunks(self, build: PlanBuilder) -> None:
         for r in self.running:

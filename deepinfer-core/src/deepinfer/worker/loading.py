@@ -98,6 +98,7 @@ def load(
         sampler=sampler,
         device=device.torch_device,
         dtype=dtype,
+        record=getattr(device, "record", None),
     )
     drafter, verifier = open_drafter(resolution, drafting, target)
     return Loaded(

@@ -227,6 +227,7 @@ class RecordedSteps:
         self._stages.clear()
         self._larger.clear()
         self._record = None
+        getattr(self._rig.drafter, "release", lambda: None)()
 
     def run(self, plan: BatchPlan) -> tuple[PlainRows, Outcome] | None:
         """A plan that the slot table has seen; None: run it launch by launch."""

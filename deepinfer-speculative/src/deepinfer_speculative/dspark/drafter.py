@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from deepinfer.api.kv import KVGroup, KVSpec
 from deepinfer.api.speculative import DraftNeeds
-from deepinfer.errors import ConfigError
+from deepinfer.errors import ConfigError, PluginError
 from deepinfer.layers import Linear
 from deepinfer.models.checkpoint import open_checkpoint
 from deepinfer.models.source import resolve
@@ -35,8 +35,9 @@ MANY: Final = 256
 many rows, and so many are less than the last cache."""
 MORE: Final = 8192
 WAITING_BYTES: Final = 64 << 20
-"""Elsewhere, where these rows do not take more than this: writing them takes the host as long as
-two steps of a small model, so it should be rare.
+"""Elsewhere, where these rows do not take more than this: writing them, kernel by kernel, takes the
+host as long as two steps of a small model, so it should be rare, and is one graph where there are
+graphs.
 """
 
 
@@ -71,6 +72,9 @@ class DSparkDrafter(BlockDrafter):
         width = len(self.taps) * config.shape.hidden_size
         self._waiting = _Waiting(width, target.dtype.itemsize, target.device, model.ops)
         self._recorded: bool | None = None
+        self._record = target.record
+        self._write_all: Callable[[], Any] | None = None
+        self._wrote_all = False
 
     @classmethod
     def needs(cls, context: DrafterContext) -> DraftNeeds:
@@ -136,9 +140,33 @@ class DSparkDrafter(BlockDrafter):
             self._waiting.add(hidden, positions, slots)
 
     def settle(self, kv: KVPools) -> None:
-        """Write the rows that wait."""
-        if self._waiting.count:
-            self._backbone.write(*self._waiting.take(), kv)
+        """Write the rows that wait; if they are many and the device has graphs, as one of all that
+        may wait.
+        """
+        waiting = self._waiting
+        if not waiting.count:
+            return
+        if self._record is None or 2 * waiting.count < waiting.most:
+            self._backbone.write(*waiting.found(), kv)
+        else:
+            self._all_written(self._record, kv)
+        waiting.clear()
+
+    def _all_written(self, record: Callable[..., Callable[[], Any]], kv: KVPools) -> None:
+        def write() -> None:
+            self._backbone.write(*self._waiting.everything(), kv)
+
+        if self._wrote_all and self._write_all is None:  # the first time kernels are compiled
+            try:
+                self._write_all = record(write)
+            except (RuntimeError, PluginError):  # memory is short, or an op waits for the host
+                self.release()
+        self._wrote_all = True
+        (self._write_all or write)()
+
+    def release(self) -> None:
+        """Give the graph back, and record none from here on."""
+        self._record = self._write_all = None
 
     def hidden(
         self, anchors: Tensor, slots: Tensor, view: SlotView, kv: KVPools
@@ -197,7 +225,8 @@ class _Waiting:
             self.most = max(MANY, min(MORE, WAITING_BYTES // (width * itemsize)))
         self._width = width
         self._rows: Tensor | None = None
-        self._places = torch.full((2, self.most), -1, dtype=torch.int64, device=device)
+        self._places = torch.zeros((2, self.most), dtype=torch.int64, device=device)
+        self._numbers = torch.arange(self.most, device=device)
         self.count = self._steps = 0
         self._end = torch.zeros(1, dtype=torch.int64, device=device)  # ``count``, for graphs
 
@@ -228,19 +257,33 @@ class _Waiting:
             self._rows = hidden[0].new_zeros((self.most, self._width))
         return self._rows
 
-    def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of them, slot −1 where a later step has a row for the same slot; they wait no longer,
-        and are good until the next :meth:`add`.
-        """
+    def found(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those that wait, slot −1 where a later step has a row for the same slot."""
         assert self._rows is not None, "something was added"
-        self._end.zero_()
-        rows, (positions, slots) = self._rows[: self.count], self._places[:, : self.count]
+        positions, slots = self._places[:, : self.count]
         if self._steps > 1:
-            order = slots.sort(stable=True)
-            again = order.values[1:] == order.values[:-1]
-            slots[order.indices[:-1]] = torch.where(again, -1, order.values[:-1])
+            slots = _last_of_each(slots)
+        return self._rows[: self.count], positions, slots
+
+    def everything(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for graphs: ``most`` rows, slot −1 behind those that wait too."""
+        assert self._rows is not None, "something was added"
+        slots = torch.where(self._numbers < self._end, self._places[1], -1)
+        return self._rows, self._places[0], _last_of_each(slots)
+
+    def clear(self) -> None:
+        """They wait no longer."""
+        self._end.zero_()
         self.count = self._steps = 0
-        return rows, positions, slots
+
+
+def _last_of_each(slots: Tensor) -> Tensor:
+    """−1 where a slot of int64[n] comes again behind."""
+    order = slots.sort(stable=True)
+    again = order.values[1:] == order.values[:-1]
+    found = slots.clone()
+    found[order.indices[:-1]] = torch.where(again, -1, order.values[:-1])
+    return found
 
 
 def _folder(context: DrafterContext) -> str:
