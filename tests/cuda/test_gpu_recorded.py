@@ -114,7 +114,8 @@ def test_long_prompts_end_in_graphs(tmp_path, rounds, monkeypatch, count, more):
         return right(steps, kind, stage)
 
     monkeypatch.setattr(RecordedSteps, "_recorded", record)
-    model = write_tiny_checkpoint(tmp_path, "llama")
+    wide = {"max_position_embeddings": 1024, "head_dim": 128}
+    model = write_tiny_checkpoint(tmp_path, "llama", overrides=wide)
     how = {"dtype": "bfloat16", "max_num_seqs": 40, "max_model_len": 1024}
     how |= {"kv_cache_memory": "64MiB", "enable_prefix_caching": False}
     whole, halves, recorded = rounds(model, *asked(count, more), **how)
