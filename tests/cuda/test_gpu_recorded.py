@@ -119,7 +119,7 @@ def test_long_prompts_end_in_graphs(tmp_path, rounds, monkeypatch, count, more):
     how = {"dtype": "bfloat16", "max_num_seqs": 40, "max_model_len": 1024}
     how |= {"kv_cache_memory": "64MiB", "enable_prefix_caching": False}
     whole, halves, recorded = rounds(model, *asked(count, more), **how)
-    assert whole == halves and recorded > 3
+    assert whole == halves and recorded > 1
     assert max(kind.more for kind in kinds) >= 512
 
 

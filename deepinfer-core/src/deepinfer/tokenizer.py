@@ -68,6 +68,7 @@ class Tokenizer:
         self._decoder = _decoder_types(inner)
         self.text_kind: TextKind = _text_kind(self._decoder)
         self.stop_token_ids: frozenset[int] = self._stops()
+        self._bytes: dict[int, bytes] = {}
 
     def _stops(self) -> frozenset[int]:
         ids = set(self._parts.stops)
@@ -170,9 +171,15 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds in the middle of a text; empty for an unknown id."""
-        token = self.id_to_token(token_id)
-        if token is None:
-            return b""
+        found = self._bytes.get(token_id)
+        if found is None:  # worked out once: half of what the host does for a request that ends
+            token = self.id_to_token(token_id)
+            if token is None:
+                return b""
+            found = self._bytes[token_id] = self._bytes_of(token_id, token)
+        return found
+
+    def _bytes_of(self, token_id: int, token: str) -> bytes:
         if self.text_kind == "byte_level":
             return _from_byte_alphabet(token)
         if self.text_kind == "byte_fallback":

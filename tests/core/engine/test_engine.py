@@ -5,10 +5,12 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from deepinfer.api.plan import BatchPlan, Request, RowBlock, StepOutput
+from deepinfer.engine import in_flight
 from deepinfer.errors import (
     DeviceLostError,
     EngineClosedError,
@@ -334,3 +336,37 @@ def test_host_time_of_a_step(lab):
         assert stats.decode_rows == 64
         spent.append(stats.plan_seconds + stats.collect_seconds + stats.output_seconds)
     assert sorted(spent)[25] < 0.001
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_short_steps_in_which_requests_enter_are_waited_for_until_they_are_launched(
+    lab, monkeypatch, short
+):
+    """The threads of brain and device take turns otherwise; where steps are long, none waits."""
+    monkeypatch.setattr(in_flight, "_SHORT", 1e9 if short else 0.0)
+    waited = []
+
+    class Answer(Future):
+        def launched(self):
+            waited.append(self.admits)
+
+    class Executor(FakeExecutor):
+        def start(self, *args):
+            return replace(super().start(*args), graph_rows=64)
+
+        def forward(self, plan):
+            self.admits = len(plan.admits)
+            super().forward(plan)
+
+        def sample(self, step, inputs):
+            answer = Answer()
+            answer.admits = self.admits
+            answer.set_result(super().sample(step, inputs).result())
+            return answer
+
+    engine = lab.engine(executor=Executor(FakeScript()))
+    for i in range(3):
+        engine.add(lab.request(f"r{i}", max_tokens=9))
+        engine.step()
+    lab.run(engine)
+    assert all(waited) and sum(waited) == (3 if short else 0)

@@ -58,7 +58,10 @@ class Executor(Protocol):
         ...
 
     def sample(self, step: int, inputs: RowInputs | None) -> OutputFuture:
-        """Sample the step that ``forward`` started. Never blocks; ``result()`` waits."""
+        """Sample the step that ``forward`` started. Never blocks; ``result()`` waits.
+
+        If the answer has a method ``launched()``, it waits until the device has all of the step.
+        """
         ...
 
     def call(self, method: str, *args: Any) -> list[Any]:

@@ -76,11 +76,20 @@ class InFlight:
         return self.begun
 
     def sample(self, inputs: RowInputs | None) -> None:
-        """Start the second half of the step that has begun."""
+        """Start the second half of the step that has begun.
+
+        A short step in which requests enter is waited for until it is launched. That is long work
+        for the executor's thread, and the device has two steps to run meanwhile; what this thread
+        does next, in turns with that, would make it take two to three times as long.
+        """
         assert self.begun is not None
-        answer = self._executor.sample(self.begun.plan.step, inputs)
-        self._sampled.append((self.begun.planned, answer))
+        plan, planned = self.begun
+        answer = self._executor.sample(plan.step, inputs)
+        self._sampled.append((planned, answer))
         self.begun = None
+        launched = getattr(answer, "launched", None)
+        if plan.admits and self.depth > 1 and launched is not None:
+            self._patiently(launched)
 
     def take(self) -> tuple[list[RequestState], StepOutput]:
         """Wait for the oldest step: its requests, row by row, and what it produced."""

@@ -138,6 +138,10 @@ class _Output:
             return False
         return self._answer.exception() is not None or self._answer.result().done()
 
+    def launched(self) -> None:
+        """Wait until the device has been given the whole step, or never will be."""
+        self._answer.exception()
+
     def result(self) -> StepOutput:
         """Wait for the step; raises what went wrong in it."""
         return self._answer.result().result()
