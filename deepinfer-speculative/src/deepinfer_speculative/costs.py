@@ -25,6 +25,8 @@ from numpy.typing import ArrayLike, NDArray
 log = logging.getLogger(__name__)
 
 VERSION: Final = 3
+MOST_KNOWN: Final = 256
+"""Loads whose seconds are kept."""
 STEPS: Final = 10
 """Steps that measuring a shape takes, about."""
 Floats = NDArray[np.float64]
@@ -92,9 +94,24 @@ class CostTable:
     _looked: list[tuple[Floats, Floats, Floats]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
+    _known: dict[tuple[int, int, bool], Floats] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def steps(self, tokens: int, drafts: int, requests: int, propose: bool) -> Floats:
-        """Seconds of steps with ``tokens`` other rows and 0 … ``drafts`` draft rows."""
+        """Seconds of steps with ``tokens`` other rows and 0 … ``drafts`` draft rows; not to be
+        written to: asked for at every step, they are kept.
+        """
+        key = tokens, requests, propose
+        found = self._known.get(key)
+        if found is None or len(found) <= drafts:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            found = self._known[key] = self._steps(tokens, drafts, requests, propose)
+            found.flags.writeable = False
+        return found[: drafts + 1]
+
+    def _steps(self, tokens: int, drafts: int, requests: int, propose: bool) -> Floats:
         plain, verify, draft = self._dense(tokens + drafts + requests)
         rows = tokens + np.arange(drafts + 1)
         if requests and tokens + requests <= self.graph_rows:

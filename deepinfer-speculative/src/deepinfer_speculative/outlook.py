@@ -4,7 +4,6 @@ can be believed. :class:`Outlook`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -38,9 +37,10 @@ class Outlook:
         self.gamma = gamma
         self._exact = exact
         self._position = np.arange(gamma)
-        self._blocks: dict[int, deque[Floats]] = {}
+        self._blocks: dict[int, tuple[Floats, Floats | None]] = {}  # the last and that before it
         self._drafted: dict[int, int] = {}
         self._usual: Floats | None = None
+        self._factor: Floats | None = None
         self._stood = np.full(gamma, DOUBT)
         self._said = np.full(gamma, DOUBT)
         self._mean = np.cumprod(np.full(gamma, 0.7))
@@ -62,10 +62,12 @@ class Outlook:
         if out.drafted is not None:
             said[self._position >= out.drafted[:, None]] = 0.0
         drafted = (said > 0).sum(1).tolist()
-        for i in out.counts.nonzero()[0].tolist():
-            generation = landed.generations[i]
-            self._blocks.setdefault(generation, deque(maxlen=2)).append(said[i])
-            self._drafted[generation] = drafted[i]
+        blocks, nothing = self._blocks, (None, None)
+        rows = zip(landed.generations, out.counts.tolist(), said, drafted, strict=True)
+        for generation, count, block, many in rows:
+            if count:
+                blocks[generation] = block, blocks.get(generation, nothing)[0]
+                self._drafted[generation] = many
 
     def clear(self) -> None:
         """Nothing is drafted now, so nothing is known of any request when it is again."""
@@ -78,44 +80,51 @@ class Outlook:
         rows, newest = [], []
         for i in ((verified > 0) & (counts > 0)).nonzero()[0].tolist():
             blocks = self._blocks.get(landed.generations[i])
-            if blocks:
+            if blocks is not None:
                 rows.append(i)
-                newest.append(blocks[-1])
+                newest.append(blocks[0])
         if not rows:
             return
         blocks_said, seen = np.array(newest), len(rows)
-        ran = self._position < verified[rows, None]
-        stood = (ran & (self._position < counts[rows, None] - 1)).sum(0)
-        said = (blocks_said * ran).sum(0)
-        whole = blocks_said.sum(0)
+        ran = verified[rows]
+        stood = (self._position < np.minimum(ran, counts[rows] - 1)[:, None]).sum(0)
+        said = (blocks_said * (self._position < ran[:, None])).sum(0)
         self.seen += seen
-        self._usual = None
+        self._usual = self._factor = None
         if said.any():
             left = DECAY**seen
             self._stood = DOUBT + left * (self._stood - DOUBT) + stood
             self._said = DOUBT + left * (self._said - DOUBT) + said
             self._weight = left * self._weight + seen
-            self._mean += (whole - seen * self._mean) / self._weight
+            self._mean += (blocks_said.sum(0) - seen * self._mean) / self._weight
 
     @property
     def factor(self) -> Floats:
         """float64[γ]: what stood over what was said to stand."""
-        ratio: Floats = np.minimum(self._stood / self._said, 2.0)
-        return ratio
+        if self._factor is None:
+            self._factor = np.minimum(self._stood / self._said, 2.0)
+        return self._factor
 
     def survival(self, requests: Sequence[DraftView]) -> Floats:
         """float64[R, γ], not increasing along a row.
 
         A request of which no block has arrived counts as what is usual of late.
         """
-        found, factor = self.usual(len(requests)), self.factor
+        found, unknown = [], []
         for i, r in enumerate(requests):
-            blocks = self._blocks.get(r.generation)
-            live = not self._exact and r.rows_ahead == 0
-            if blocks and len(blocks) > live:
-                found[i] = blocks[-1 - live] * factor
-        result: Floats = np.minimum.accumulate(np.minimum(found, 1.0), axis=1)
-        return result
+            block, before = self._blocks.get(r.generation, (None, None))
+            if not self._exact and r.rows_ahead == 0:
+                block = before
+            if block is None:
+                unknown.append(i)
+            found.append(self._mean if block is None else block)
+        if not found:
+            return np.empty((0, self.gamma))
+        result: Floats = np.array(found) * self.factor
+        if unknown:
+            result[unknown] = self.usual(1)
+        np.minimum(result, 1.0, out=result)
+        return np.minimum.accumulate(result, axis=1, out=result)
 
     def drafted(self, requests: Sequence[DraftView]) -> NDArray[np.int64]:
         """int64[R]: how many drafts each had when last seen; γ where nothing was seen."""

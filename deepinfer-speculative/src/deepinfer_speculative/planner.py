@@ -121,8 +121,8 @@ class Planner:
 
     def _drafted(self, facts: DraftFacts) -> DraftChoice:
         """A step that may have drafts."""
-        most = np.array([r.most_drafts for r in facts.decoding], np.int64)
-        eligible = np.clip(most, 0, self.draft_len)
+        most = [min(max(r.most_drafts, 0), self.draft_len) for r in facts.decoding]
+        eligible = np.array(most, np.int64)
         self._outlook.forget(facts.decoding)
         there = np.minimum(eligible, self._outlook.drafted(facts.decoding))
         everything = min(int(there.sum()), facts.room)
@@ -200,9 +200,7 @@ class Planner:
         propose = self._mode == "cap" or self._pays(every, facts)
         tokens = decoding + facts.prefill_tokens
         pace = self._switch.pace
-        ratio = pace.ratio[True]
         seconds = self._table.steps(tokens, len(gains), requests, propose)
-        seconds *= ratio
         rate = throughput(gains, requests, np.maximum(seconds, 1e-9))
         rows = causal_rows(rate) if self._causal else best_rows(rate, self._min_gain)
         if self._switch.trial and self._switch.drafting and self._mode == "adaptive":
@@ -214,8 +212,7 @@ class Planner:
             return DraftChoice(everything, keep=rows)
         drafting = propose or rows > 0
         if self._is_measure(facts):
-            plain = float(seconds[rows] / ratio)
-            self._paces.expect(facts.step, facts.now, plain, pace, drafting)
+            self._paces.expect(facts.step, facts.now, float(seconds[rows]), pace, drafting)
         return DraftChoice(rows, propose=propose)
 
     def _pays(self, gains: Floats, facts: DraftFacts) -> bool:

@@ -22,16 +22,20 @@ def ranked(survival: Floats, eligible: NDArray[np.int64]) -> Floats:
 
     survival float64[R, γ], not increasing along a row; eligible int64[R] in 0 … γ.
     """
-    mine = np.arange(survival.shape[1]) < eligible[:, None]
-    found = survival[mine & (survival >= NEGLIGIBLE)]
-    return np.sort(found)[::-1]
+    good = survival >= NEGLIGIBLE
+    if len(eligible) and eligible.min() < survival.shape[1]:
+        good &= np.arange(survival.shape[1]) < eligible[:, None]
+    found = survival[good]
+    found.sort()
+    return found[::-1]
 
 
 def throughput(gains: Floats, emitting: float, seconds: Floats) -> Floats:
     """Θ(0) … Θ(len(gains)) in tokens a second; ``seconds[K]``: what a step with K drafts takes."""
-    tokens = emitting + np.concatenate(([0.0], np.cumsum(gains)))
-    rate: Floats = tokens / seconds[: len(tokens)]
-    return rate
+    tokens = np.full(len(gains) + 1, float(emitting))
+    tokens[1:] += gains.cumsum()
+    tokens /= seconds[: len(tokens)]
+    return tokens
 
 
 def best_rows(rate: Floats, min_gain: float = 0.0) -> int:

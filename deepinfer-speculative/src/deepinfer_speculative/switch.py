@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deepinfer_speculative.pace import Pace
 
 FIRST_WAIT: Final = 32
-LONGEST_WAIT: Final = 1024
+LONGEST_WAIT: Final = 4096
 """Steps without drafts before they are tried again; doubled each time it does not pay."""
 TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""

@@ -78,9 +78,9 @@ class InFlight:
     def sample(self, inputs: RowInputs | None) -> None:
         """Start the second half of the step that has begun.
 
-        A short step in which requests enter is waited for until it is launched. That is long work
-        for the executor's thread, and the device has two steps to run meanwhile; what this thread
-        does next, in turns with that, would make it take two to three times as long.
+        A short step is waited for until it is launched: what this thread does next would run in
+        turns with the executor's, and make launching take up to three times as long, which the
+        device waits for.
         """
         assert self.begun is not None
         plan, planned = self.begun
@@ -88,7 +88,7 @@ class InFlight:
         self._sampled.append((planned, answer))
         self.begun = None
         launched = getattr(answer, "launched", None)
-        if plan.admits and self.depth > 1 and launched is not None:
+        if self.depth > 1 and launched is not None:
             self._patiently(launched)
 
     def take(self) -> tuple[list[RequestState], StepOutput]:
