@@ -493,7 +493,7 @@ def test_steps_at_which_requests_come_and_go_are_no_measure(tmp_path, seed):
     """One of four ends every few steps and another comes, and answers are taken late then; when
     nobody comes any more, three go on as they should.
     """
-    shape = {"base": 0.01, "draft": 0.004}
+    shape = {"base": 0.001, "draft": 0.0004}
     planner = Planner(context(tmp_path, Device(**shape)))
     rng, even = np.random.default_rng(seed), Device(**shape)
     engine = Engine(planner, even, 4, stand=0.6, sure=0.6).run(20)
@@ -502,7 +502,7 @@ def test_steps_at_which_requests_come_and_go_are_no_measure(tmp_path, seed):
         engine.views, engine.device = four[:3], Device(**shape)
         for _ in range(2):
             late = 3.0 * float(rng.random())
-            engine.device = Device(base=0.01 * late, draft=0.004 * late)
+            engine.device = Device(base=0.001 * late, draft=0.0004 * late)
             engine.run(1)
         engine.views, engine.device = four, even
         engine.run(12)

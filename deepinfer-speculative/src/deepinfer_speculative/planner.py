@@ -42,6 +42,8 @@ LOOK: Final = 8
 CALM: Final = 2
 """Steps behind one with a prompt or of another number of requests that are no measure either: the
 host comes late with them, and answers are taken late."""
+LONG: Final = 0.01
+"""Seconds of a step from which on that does not show."""
 
 
 class _Prospect(NamedTuple):
@@ -94,7 +96,6 @@ class Planner:
         requests = facts.running + facts.emitting
         calm = requests == self._requests and not facts.prefill_tokens
         self._requests, self._calm = requests, self._calm + held + 1 if calm else 0
-        self._restless = 0 if self._calm >= CALM else self._restless + 1
         if requests:
             sort = sort_of_load(requests)
             self._enters, self._sort = sort != self._sort, sort
@@ -107,11 +108,14 @@ class Planner:
         self.counts["rows"] += choice.rows
         return choice
 
-    def _is_measure(self, facts: DraftFacts) -> bool:
-        """What prompts, ends and admissions take is no measure of steps, unless there is nothing
-        else to go by.
+    def _is_measure(self, facts: DraftFacts, seconds: float) -> bool:
+        """Of a step that should take so long: what prompts take is no measure of steps, nor, where
+        they are short, what ends and admissions do; unless there is nothing else to go by.
         """
-        return self._calm >= CALM or (self._restless > STALE and facts.running > 0)
+        calm = self._calm >= CALM or seconds >= LONG
+        good = calm and not facts.prefill_tokens
+        self._restless = 0 if good else self._restless + 1
+        return good or (self._restless > STALE and facts.running > 0)
 
     def _at(self, sort: int) -> Switch:
         """The switch of a sort of load."""
@@ -165,11 +169,11 @@ class Planner:
             switch.since += 1
             back = False
         hold = 0
-        if self._is_measure(facts):
+        seconds = self._table.plain_of(count + facts.prefill_tokens)
+        seconds += self._table.draft_of(requests) if back else 0.0
+        if self._is_measure(facts, seconds):
             # Until it looks again; while it learns what steps without drafts take, it sees each.
             hold = 0 if back or switch.glancing else -switch.since % LOOK
-            seconds = self._table.plain_of(count + facts.prefill_tokens)
-            seconds += self._table.draft_of(requests) if back else 0.0
             self._paces.expect(facts.step, facts.now, seconds, switch.pace, back)
         return DraftChoice(0, propose=back, hold=hold)
 
@@ -211,8 +215,9 @@ class Planner:
         if self._mode == "cap":
             return DraftChoice(everything, keep=rows)
         drafting = propose or rows > 0
-        if self._is_measure(facts):
-            self._paces.expect(facts.step, facts.now, float(seconds[rows]), pace, drafting)
+        predicted = float(seconds[rows])
+        if self._is_measure(facts, predicted):
+            self._paces.expect(facts.step, facts.now, predicted, pace, drafting)
         return DraftChoice(rows, propose=propose)
 
     def _pays(self, gains: Floats, facts: DraftFacts) -> bool:
