@@ -511,6 +511,30 @@ def test_steps_at_which_requests_come_and_go_are_no_measure(tmp_path, seed):
     assert sum(c.propose for c in engine.choices[began:]) >= 60 - 2 * GLANCE
 
 
+@dataclass
+class SlowDrafts(Device):
+    """Drafting takes four times as long up to ``until``, the simulator's steps."""
+
+    until: int = 0
+    engine: Engine | None = None
+
+    def took(self, rows, propose):
+        busy = propose and self.engine is not None and self.engine.step <= self.until
+        return super().took(rows, propose) * (4.0 if busy else 1.0)
+
+
+@pytest.mark.parametrize("until", [20, 100])
+def test_one_trial_on_a_busy_machine_does_not_end_drafting_for_thousands_of_steps(tmp_path, until):
+    """What trials seem to cost is what was busy."""
+    shape = {"base": 0.038, "draft": 0.012}
+    planner = Planner(context(tmp_path, Device(**shape)))
+    device = SlowDrafts(**shape, until=until)
+    engine = device.engine = Engine(planner, device, 4, stand=0.7, sure=0.7)
+    engine.run(1200)
+    assert not all(c.propose for c in engine.choices[:100]), "it stopped"
+    assert sum(c.propose for c in engine.choices[-400:]) > 380
+
+
 class WithPrompts(Engine):
     """Prompts run beside every step."""
 

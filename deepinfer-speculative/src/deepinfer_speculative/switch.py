@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 FIRST_WAIT: Final = 32
 LONGEST_WAIT: Final = 4096
 """Steps without drafts before they are tried again; doubled each time it does not pay."""
+EARLY: Final = 512
+"""However dear trials are, the first one comes again after so many steps, the next after twice as
+many, and so on: what a few steps have shown may be a machine that was busy just then.
+"""
 TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""
 GLANCE: Final = 8
@@ -47,6 +51,7 @@ class Switch:
         self.trial, self.since = TRIAL, 0
         self._begun = False
         self._wait = FIRST_WAIT
+        self._tried = 0  # trials that were due
         self._failed = False  # the last trial
         self._edge = 1.0  # what drafting gives over what steps without give, of late
         self._edges = 0
@@ -73,8 +78,10 @@ class Switch:
                 self._try()
         else:
             promised = on > RETURN * off and (enters or self.since >= FIRST_WAIT)
-            if (promised and not self._failed) or self.since >= max(self._wait, dear):
+            due = max(self._wait, min(dear, EARLY << self._tried))
+            if (promised and not self._failed) or self.since >= due:
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
+                self._tried += self.since >= due
                 self._try()
         return self.drafting
 
