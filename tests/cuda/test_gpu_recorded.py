@@ -101,7 +101,7 @@ def test_texts_are_those_of_steps_in_halves(tmp_path, rounds, dtype, family):
     assert whole == halves and recorded > 3
 
 
-@pytest.mark.parametrize("count, more", [(40, 0), (1, 600), (3, 250)])
+@pytest.mark.parametrize("count, more", [(24, 0), (1, 600), (3, 250)])
 def test_long_prompts_end_in_graphs(tmp_path, rounds, monkeypatch, count, more):
     """A wave of short ones, and long ones alone and beside each other."""
     from deepinfer.testing.tiny import write_tiny_checkpoint
