@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PRICE: Final = 0.005
-"""Share of the time that trials may cost: where drafting is dear, they are rare from the start."""
+"""Share of the time that trials may cost, but for the first (``switch.EARLY``): where drafting is
+dear, they are rare."""
 BEHIND: Final = 3
 """Steps that a trial goes on for behind its last decision, as answers come late."""
 LOOK: Final = 8
