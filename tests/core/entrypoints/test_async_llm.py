@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from deepinfer import SamplingParams
+from deepinfer.engine.detokenizer import LateDetokenizer
 from deepinfer.errors import (
     EngineClosedError,
     EngineDeadError,
@@ -54,6 +55,36 @@ def test_kinds_of_output(toy):
     assert [t for o in parts for out in o.outputs for t in out.token_ids] == expected.token_ids
     assert "".join(out.text for o in parts for out in o.outputs) == expected.text
     assert len(final) == 1 and final[0].text == expected.text
+
+
+def test_text_that_nobody_reads_before_the_end_is_made_with_it(toy, monkeypatch):
+    """And is the same, of an aborted request too."""
+    made = []
+    original = LateDetokenizer.push
+    monkeypatch.setattr(
+        LateDetokenizer, "push", lambda self, ids: made.append(ids) or original(self, ids)
+    )
+
+    async def main():
+        script = toy.script(jitter=0.002, max_model_len=128, num_pages=64)
+        async with toy.async_llm(script=script) as llm:
+            (whole,) = (await collect(llm.generate([1], kind("cumulative", max_tokens=100))))[-1:]
+            assert not made
+            (final,) = await collect(llm.generate([1], kind("final_only", max_tokens=100)))
+            assert len(made) > 50
+            aborted = llm.generate([1], kind("final_only", max_tokens=100), "mine")
+            task, before = asyncio.create_task(collect(aborted)), len(made)
+            while len(made) < before + 5:
+                await asyncio.sleep(0.001)
+            await llm.abort("mine")
+            return whole, final, (await task)[-1]
+
+    whole, final, part = asyncio.run(main())
+    assert final.text == whole.text and final.outputs[0].token_ids == whole.outputs[0].token_ids
+    count = len(part.outputs[0].token_ids)
+    assert part.outputs[0].finish_reason == "abort" and 5 <= count < 100
+    assert part.outputs[0].token_ids == whole.outputs[0].token_ids[:count]
+    assert part.text and whole.text.startswith(part.text)
 
 
 def test_many_streams_cost_one_wake_up_a_step(toy):

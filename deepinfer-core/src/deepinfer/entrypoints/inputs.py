@@ -175,7 +175,7 @@ class Preparer:
         stream: bool = True,
     ) -> Prepared:
         """Check one prompt and make its requests, ``id#i`` for sample i of several; ``stream``: as
-        in :class:`~deepinfer.api.plan.Request`.
+        in :class:`~deepinfer.api.plan.Request`, unless ``output_kind`` is ``final_only``.
 
         Raises:
             InvalidRequestError: naming the field, what was given and the bound.
@@ -211,7 +211,7 @@ class Preparer:
                 structured=params.so_args,
                 images=images,
                 reasoning_end=self._reasoning_end(prompt, params),
-                stream=stream,
+                stream=stream and params.output_kind != "final_only",
             )
             for i in range(params.n)
         )
