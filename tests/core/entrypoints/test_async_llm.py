@@ -59,11 +59,16 @@ def test_kinds_of_output(toy):
 
 def test_text_that_nobody_reads_before_the_end_is_made_with_it(toy, monkeypatch):
     """And is the same, of an aborted request too."""
-    made = []
+    made, holds, aborted = [], [], threading.Event()
     original = LateDetokenizer.push
-    monkeypatch.setattr(
-        LateDetokenizer, "push", lambda self, ids: made.append(ids) or original(self, ids)
-    )
+
+    def push(self, ids):
+        made.append(ids)
+        if len(made) in holds:  # so that it cannot end before it is aborted
+            assert aborted.wait(10)
+        return original(self, ids)
+
+    monkeypatch.setattr(LateDetokenizer, "push", push)
 
     async def main():
         script = toy.script(jitter=0.002, max_model_len=128, num_pages=64)
@@ -72,11 +77,13 @@ def test_text_that_nobody_reads_before_the_end_is_made_with_it(toy, monkeypatch)
             assert not made
             (final,) = await collect(llm.generate([1], kind("final_only", max_tokens=100)))
             assert len(made) > 50
-            aborted = llm.generate([1], kind("final_only", max_tokens=100), "mine")
-            task, before = asyncio.create_task(collect(aborted)), len(made)
-            while len(made) < before + 5:
+            holds.append(len(made) + 5)
+            mine = llm.generate([1], kind("final_only", max_tokens=100), "mine")
+            task = asyncio.create_task(collect(mine))
+            while len(made) < holds[0]:
                 await asyncio.sleep(0.001)
             await llm.abort("mine")
+            aborted.set()
             return whole, final, (await task)[-1]
 
     whole, final, part = asyncio.run(main())
