@@ -113,16 +113,19 @@ def test_a_profile_reaches_far_where_only_compiling_is_slow(monkeypatch):
     monkeypatch.setattr(costs.time, "monotonic", lambda: now[0])
 
     def measure(shapes):
-        asked.update(s.requests for s in shapes)
+        asked.update((s.requests, s.drafts // s.requests) for s in shapes if s.propose)
         now[0] += 5.0  # kernels are compiled
-        return [cost * s.requests for s in shapes]
+        return [cost * (s.requests + s.drafts) for s in shapes]
 
     asked, cost = set(), 1e-5
     profile(measure, 5, max_requests=64, max_tokens=512, budget=8.0)
-    assert asked == {1, 4, 16, 64, 2, 8}
-    asked, cost = set(), 2e-2
+    assert asked == {(n, 5) for n in (1, 4, 16, 64, 2, 8)}
+    asked, cost = set(), 5e-3
     profile(measure, 5, max_requests=64, max_tokens=512, budget=8.0)
-    assert asked == {1, 4, 2}
+    assert asked == {(1, 5), (4, 5), (16, 1)}, "fewer drafts have to do"
+    asked, cost = set(), 1e-2
+    profile(measure, 5, max_requests=64, max_tokens=512, budget=8.0)
+    assert asked == {(1, 5), (4, 5)}
 
 
 def test_a_table_is_measured_once(tmp_path):

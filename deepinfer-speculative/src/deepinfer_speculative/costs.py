@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 VERSION: Final = 3
 MOST_KNOWN: Final = 256
 """Loads whose seconds are kept."""
-STEPS: Final = 10
+STEPS: Final = 11
 """Steps that measuring a shape takes, about."""
 Floats = NDArray[np.float64]
 Measure = Callable[[Sequence[StepShape]], list[float]]
@@ -226,11 +226,11 @@ def profile(
 ) -> CostTable:
     """Time steps of 1, 2, 4, … requests without drafts, with all drafts, and drafting again.
 
-    First every second size, so that what is left out lies between two of them: these end where
-    their steps would take more than ``budget`` seconds; compiling comes beside. What the budget has
-    left goes to fewer drafts at these sizes, where steps up to ``graph_rows`` token rows are padded
-    and so cost goes by stairs, then to the other sizes. Sizes stay within ``max_requests`` and
-    ``max_tokens`` rows.
+    First every second size, so that what is left out lies between two of them. Where steps of all
+    drafts would take more than ``budget`` seconds, one of each request has to do, and behind that
+    sizes end; compiling comes beside. What the budget has left goes to fewer drafts at these sizes,
+    where steps up to ``graph_rows`` token rows are padded and so cost goes by stairs, then to the
+    other sizes. Sizes stay within ``max_requests`` and ``max_tokens`` rows.
     """
     plain: dict[int, float] = {}
     verify: dict[int, float] = {}
@@ -254,19 +254,21 @@ def profile(
                 draft[n] = max(0.0, took - without)
         return STEPS * sum(seconds.values())
 
-    def whole(n: int) -> float:
-        return timed(StepShape(n, 0, False), *(StepShape(n, n * gamma, p) for p in (False, True)))
+    def whole(n: int, each: int = gamma) -> float:
+        many = n * each
+        return timed(StepShape(n, 0, False), *(StepShape(n, many, p) for p in (False, True)))
 
     def fewer(n: int) -> float:
         return timed(*(StepShape(n, n * k, False) for k in range(1, gamma)))
 
-    spent = last = 0.0
+    spent = each_row = 0.0
     for n in sizes[::2]:
-        if n == 1 or spent + 4 * last <= budget:
-            last = whole(n)
-            if n == 1:  # few rows: kernels go by tiles, and this is the load most people have
-                last += fewer(n)
-            spent += last
+        for each in (gamma, 1):  # no row takes longer than where there are few
+            if n == 1 or spent + each_row * n * (1 + each) <= budget:
+                took = whole(n, each)
+                spent, each_row = spent + took, took / (n * (1 + each))
+                break
+    spent += fewer(1)  # few rows: kernels go by tiles, and this is the load most people have
     began = time.monotonic() - spent
     rest = [(fewer, n) for n in sizes[2::2] if n in plain and graph_rows]
     for more, n in (*rest, *((whole, n) for n in sizes[1::2])):

@@ -21,6 +21,13 @@ KNOWN: Final = 5
 """Steps of each kind that show how they differ."""
 DEAREST: Final = 4.0
 """They do not differ by more, nor does a step from those before it."""
+FADES: Final = 0.995
+"""What a step leaves of the weight of those before it in what draft rows add."""
+DOUBT: Final = 0.05
+"""Weight of the belief that draft rows add what the table says: that of some 20 pairs of steps."""
+ODD: Final = 1.5
+"""A step that differs by more from what is usual says nothing of draft rows."""
+TILTS: Final = -0.5, 3.0
 
 
 class Pace:
@@ -30,12 +37,24 @@ class Pace:
     A table is measured on short texts and on a quiet machine; the ratio carries what is different,
     so that drafting and not drafting are compared as they are.
 
+    A table errs most in what draft rows add, and how many are worth it hangs on that, so it is
+    learnt apart: how the ratio of a drafting step goes with the share of its seconds that is drafts'
+    by the table, from pairs of steps that follow each other: a machine that is slow for a second is
+    slow for both.
+
     Args:
         ratio: of a kind that was not seen yet, while the other was not either.
+
+    Attributes:
+        tilt: what draft rows add, over what the table says, less one; ``ratio`` is that of steps
+            whose seconds are corrected so.
     """
 
     def __init__(self, ratio: float = 1.0) -> None:
         self.ratio = {True: ratio, False: ratio}
+        self.tilt = 0.0
+        self._before: tuple[int, float, float] | None = None
+        self._slope, self._spread = 0.0, DOUBT
         self._took = {kind: deque[float](maxlen=RECENT) for kind in (True, False)}
         self._ages = {True: 0, False: 0}
 
@@ -48,9 +67,14 @@ class Pace:
         """Enough steps of that kind have been seen here."""
         return len(self._took[drafting]) >= KNOWN
 
-    def landed(self, drafting: bool, ratio: float) -> None:
-        """A step of that kind took so many times what was predicted."""
+    def landed(self, drafting: bool, ratio: float, step: int = 0, share: float = 0.0) -> None:
+        """A step of that kind took so many times what was predicted; ``share``: of its draft rows
+        in that.
+        """
         old, other = self.ratio[drafting], not drafting
+        if drafting:
+            self._learn(step, share, ratio / old)
+            ratio /= 1.0 + self.tilt * share
         self._took[drafting].append(min(max(ratio, old / DEAREST), old * DEAREST))
         self._ages[drafting], self._ages[other] = 0, self._ages[other] + 1
         recent = sorted(self._took[drafting])
@@ -61,6 +85,18 @@ class Pace:
             change = self.ratio[drafting] / old
             self.ratio[other] *= change
             self._took[other] = deque((r * change for r in self._took[other]), maxlen=RECENT)
+
+    def _learn(self, step: int, share: float, took: float) -> None:
+        """What draft rows add."""
+        usual = 1.0 + self.tilt * share
+        if not usual / ODD < took < usual * ODD:
+            return
+        before, self._before = self._before, (step, share, took)
+        if before is not None and before[0] == step - 1:
+            more = share - before[1]
+            self._slope = FADES * self._slope + more * (took - before[2])
+            self._spread = DOUBT + FADES * (self._spread - DOUBT) + more * more
+            self.tilt = min(max(self._slope / self._spread, TILTS[0]), TILTS[1])
 
     def measure_again(self, drafting: bool) -> None:
         """Steps of this kind were seen in what may have been another time."""
@@ -78,26 +114,28 @@ class Paces:
 
     def __init__(self) -> None:
         self._paces: dict[int, Pace] = {}
-        self._open: dict[int, tuple[Pace, bool, float, float]] = {}
+        self._open: dict[int, tuple[Pace, bool, float, float, float]] = {}
         self._last = 1.0
 
     def at(self, sort: int) -> Pace:
         """That of a sort of load (:func:`sort_of_load`)."""
         return self._paces.setdefault(sort, Pace(self._last))
 
-    def expect(self, step: int, now: float, seconds: float, pace: Pace, drafting: bool) -> None:
-        """A step was planned; ``seconds``: by the table."""
+    def expect(
+        self, step: int, now: float, seconds: float, pace: Pace, drafting: bool, share: float = 0.0
+    ) -> None:
+        """A step was planned; ``seconds``: by the table; ``share``: of its draft rows in them."""
         if len(self._open) > LONGEST:
             self._open.clear()
-        self._open[step] = pace, drafting, seconds, now
+        self._open[step] = pace, drafting, seconds, now, share
 
     def landed(self, step: int, now: float, before: float) -> None:
         """Its answer is here; ``before``: when that of the step before it was."""
         expected = self._open.pop(step, None)
         if expected is None or expected[2] <= 0:
             return
-        pace, drafting, seconds, planned = expected
-        pace.landed(drafting, (now - max(before, planned)) / seconds)
+        pace, drafting, seconds, planned, share = expected
+        pace.landed(drafting, (now - max(before, planned)) / seconds, step, share)
         self._last = pace.ratio[drafting]
 
     def forget(self, step: int) -> None:

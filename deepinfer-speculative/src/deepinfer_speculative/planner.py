@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PRICE: Final = 0.005
+PRICE: Final = 0.004
 """Share of the time that trials may cost, but for the first (``switch.EARLY``): where drafting is
 dear, they are rare."""
+LEAST: Final = 0.1
+"""Share of a step of a trial that is lost at least, whatever drafts promise."""
 BEHIND: Final = 3
 """Steps that a trial goes on for behind its last decision, as answers come late."""
 LOOK: Final = 8
@@ -206,7 +208,7 @@ class Planner:
         tokens = decoding + facts.prefill_tokens
         pace = self._switch.pace
         seconds = self._table.steps(tokens, len(gains), requests, propose)
-        rate = throughput(gains, requests, np.maximum(seconds, 1e-9))
+        rate = throughput(gains, requests, self._corrected(seconds))
         rows = causal_rows(rate) if self._causal else best_rows(rate, self._min_gain)
         if self._switch.trial and self._switch.drafting and self._mode == "adaptive":
             few = -(-decoding // 4)
@@ -215,11 +217,17 @@ class Planner:
             rows = 0  # there are none
         if self._mode == "cap":
             return DraftChoice(everything, keep=rows)
-        drafting = propose or rows > 0
         predicted = float(seconds[rows])
-        if self._is_measure(facts, predicted):
-            self._paces.expect(facts.step, facts.now, predicted, pace, drafting)
+        # Where drafting ends, a step that verifies the last drafts is of neither kind.
+        if self._is_measure(facts, predicted) and (propose or not rows):
+            share = 1.0 - float(seconds[0]) / max(predicted, 1e-9)
+            self._paces.expect(facts.step, facts.now, predicted, pace, propose, share)
         return DraftChoice(rows, propose=propose)
+
+    def _corrected(self, seconds: Floats) -> Floats:
+        """The table's, of steps with 0, 1, … drafts, with what these were seen to add."""
+        tilt = self._switch.pace.tilt
+        return np.maximum(seconds + tilt * (seconds - seconds[0]), 1e-9)
 
     def _pays(self, gains: Floats, facts: DraftFacts) -> bool:
         """Whether the next step should have drafts, at the load that it will have; ``gains``: what
@@ -240,7 +248,7 @@ class Planner:
     def _prospect(self, gains: Floats, requests: int) -> _Prospect:
         """Of steps with drafts of these survivals and without, by the table."""
         assert self._table is not None
-        drafted = np.maximum(self._table.steps(requests, len(gains), requests, True), 1e-9)
+        drafted = self._corrected(self._table.steps(requests, len(gains), requests, True))
         return _Prospect(
             rate=float(throughput(gains, requests, drafted).max()),
             plain=max(self._table.plain_of(requests), 1e-9),
@@ -252,12 +260,14 @@ class Planner:
         drafted, plain = (max(self._switch.pace.ratio[kind], 1e-9) for kind in (True, False))
         drafted = min(drafted, DEAREST * plain)
         plain *= prospect.plain
-        cost = max(prospect.trial * drafted / plain - 1.0, 0.0)
+        on, off = prospect.rate / drafted, requests / plain
+        longer = prospect.trial * drafted / plain
+        lost = min(longer - 1.0, longer * max(1.0 - on / off, LEAST))  # of steps without drafts
         return self._switch.decide(
-            prospect.rate / drafted,
-            requests / plain,
+            on,
+            off,
             self._enters,
-            dear=int((TRIAL + BEHIND) * cost / PRICE),
+            dear=int((TRIAL + BEHIND) * max(lost, 0.0) / PRICE),
             usual=lambda: self._usual(requests).rate / drafted,
         )
 

@@ -24,6 +24,8 @@ GLANCE: Final = 8
 can tell whether the table errs or the machine is slow. Drafting goes on behind them, and is judged
 by what it takes then.
 """
+SOON: Final = 8
+"""Steps of a pause that began although drafts are worth it: texts were about to end."""
 RETURN: Final = 1.03
 """Drafting comes back where it promises so much more than steps without."""
 WORTH: Final = 0.99
@@ -56,6 +58,7 @@ class Switch:
         self._edge = 1.0  # what drafting gives over what steps without give, of late
         self._edges = 0
         self._glance_due = 0  # steps until there may be one
+        self._returned = False  # from a pause, and steps without drafts were not seen since
 
     def decide(
         self, on: float, off: float, enters: bool, dear: int, usual: Callable[[], float]
@@ -74,18 +77,19 @@ class Switch:
             self._judge(on, off, usual)
         elif self.glancing:
             if self.since >= GLANCE:
-                self.pace.measure_again(True)
                 self._try()
         else:
-            promised = on > RETURN * off and (enters or self.since >= FIRST_WAIT)
+            promised = on > RETURN * off and (enters or self.since >= SOON)
             due = max(self._wait, min(dear, EARLY << self._tried))
             if (promised and not self._failed) or self.since >= due:
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
                 self._tried += self.since >= due
+                self._returned = True
                 self._try()
         return self.drafting
 
     def _try(self) -> None:
+        self.pace.measure_again(True)
         self.drafting, self.glancing = True, False
         self.trial, self.since, self._edges = TRIAL, 0, 0
 
@@ -102,8 +106,9 @@ class Switch:
         if self._edge < WORTH:
             # Of texts that are about to end nothing is to be learnt.
             self.drafting, self.since, self._failed = False, 0, usual() < WORTH * off
-        elif self._edges >= MEMORY and self._may_glance():
-            self.drafting, self.since, self.glancing = False, 0, True
+        elif self._edges >= MEMORY and (self._returned or self._may_glance()):
+            # What was compared in a trial may have been a slow time and a quick one.
+            self.drafting, self.since, self.glancing, self._returned = False, 0, True, False
             self._glance_due = OLD
         else:
             self._wait, self._failed = FIRST_WAIT, False

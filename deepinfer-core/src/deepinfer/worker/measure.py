@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 256
 """Tokens of a text in a measured step, where the model and the pool have room for them."""
-ROUNDS, STEPS = 4, 2
+ROUNDS, STEPS = 3, 2
 
 
 def measure_steps(
@@ -33,12 +33,17 @@ def measure_steps(
 ) -> list[float]:
     """Seconds of a step of each shape; a step's first runs, which may compile, are left out.
 
-    The least of a few rounds: whatever else the machine does only adds.
+    The least of a few rounds: whatever else the machine does only adds. The shapes take turns, so
+    that a machine that is slow for a second is slow for all.
 
     A shape with more requests than slots or pages, or more drafts than they may run, is cut.
     """
     with runner.measuring():
-        return [_Steps(runner, facts, shape).seconds() for shape in shapes]
+        every = [_Steps(runner, facts, shape) for shape in shapes]
+        for steps in every:
+            steps.warm()
+        rounds = [[steps.seconds() for steps in every] for _ in range(ROUNDS)]
+        return [min(times) for times in zip(*rounds, strict=True)]
 
 
 def device_name(device: torch.device) -> str:
@@ -49,15 +54,16 @@ def device_name(device: torch.device) -> str:
 
 
 class _Steps:
-    """Steps of one shape, numbered below zero so that no engine's step is meant."""
+    """Steps of one shape, on the slots that all share, numbered below zero so that no engine's step
+    is meant.
+    """
 
     def __init__(self, runner: ModelRunner, facts: ModelFacts, shape: StepShape) -> None:
         self._runner = runner
         self._size = facts.page_size
         self._gamma = facts.draft_len
         self._warm = runner.warm_steps
-        steps = self._warm + ROUNDS * STEPS
-        grown = (1 + facts.draft_len) * (steps + 1)
+        grown = (1 + facts.draft_len) * (max(self._warm, 1 + STEPS) + 1)
         self._context = max(1, min(CONTEXT, facts.max_model_len - 1 - grown))
         self._length = min(self._context + grown, facts.max_model_len)
         self._each = -(-self._length // self._size)
@@ -67,15 +73,16 @@ class _Steps:
         self._propose = shape.propose
         self._step = 0
 
-    def seconds(self) -> float:
-        """Warm up, then the least of a few rounds of steps that follow each other at once."""
+    def warm(self) -> None:
+        """Steps that may compile."""
         self._run(self._warm, self._admits())
-        times = []
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            self._run(STEPS)
-            times.append((time.perf_counter() - began) / STEPS)
-        return min(times)
+
+    def seconds(self) -> float:
+        """Of one of a few steps that follow each other at once, behind one that takes the slots."""
+        self._run(1, self._admits())
+        began = time.perf_counter()
+        self._run(STEPS)
+        return (time.perf_counter() - began) / STEPS
 
     def _run(self, steps: int, admits: tuple[Admit, ...] = ()) -> None:
         for _ in range(steps):
