@@ -9,7 +9,7 @@ from deepinfer.api.plan import StepOutput
 from deepinfer.api.speculative import DraftChoice, DraftFacts, DraftsLanded, PlannerContext
 from deepinfer.errors import ConfigError
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import Paces
+from deepinfer_speculative.pace import Pace, Paces
 from deepinfer_speculative.planner import Planner
 from deepinfer_speculative.switch import FIRST_WAIT, GLANCE, TRIAL
 
@@ -373,6 +373,76 @@ def test_answers_that_were_taken_late_say_nothing_of_the_device():
     for step in range(1, 60):
         pace = clock.steps(1, 1, False, 8.0 if step % 9 == 0 else 0.012)
     assert pace.ratio[False] == pytest.approx(1.2, rel=0.01)
+
+
+@pytest.mark.parametrize("adds", [-0.4, 0.0, 1.5])
+def test_what_draft_rows_add_is_learnt_on_a_machine_that_is_slow_at_times(adds):
+    """And that the machine was slow when there were many drafts is not put down to them."""
+    rng, pace, slow = np.random.default_rng(0), Pace(), 1.0
+    for step in range(1, 1500):
+        if step % 40 == 0:
+            slow = float(rng.choice([1.0, 1.3, 2.0]))
+        share = float(rng.uniform(0.0, 0.2)) + (0.2 if slow > 1.2 else 0.0)
+        took = slow * (1.0 + adds * share) * float(rng.lognormal(0.0, 0.05))
+        pace.landed(True, took, step, share)
+    assert pace.tilt == pytest.approx(adds, abs=0.25)
+
+
+@dataclass
+class Steeper(Device):
+    """A row takes three times what was measured, and all steps as long as ``slow`` says."""
+
+    slow: float = 1.0
+
+    def took(self, rows, propose):
+        return self.slow * (self.base + 3.0 * self.row * rows + self.draft * propose)
+
+
+class Changing(Engine):
+    """What drafters are sure of changes from step to step."""
+
+    def choose(self):
+        self.sure = self.stand = float(self.rng.uniform(0.3, 0.9))
+        return super().choose()
+
+
+def test_a_table_that_has_draft_rows_too_cheap_does_not_run_too_many(tmp_path):
+    shape = {"base": 0.03, "row": 0.001, "draft": 0.004}
+    planner = Planner(context(tmp_path, Device(**shape)))
+    right = Planner(context(tmp_path / "right", Steeper(**shape)))
+    found = [Changing(p, Steeper(**shape)).run(1500) for p in (planner, right)]
+    rows = [np.mean([c.rows for c in engine.choices[-1000:]]) for engine in found]
+    assert rows[0] == pytest.approx(rows[1], rel=0.2) and rows[1] < 3.5 * GAMMA
+    assert found[0].rate > 0.98 * found[1].rate
+
+
+def test_a_trial_that_fell_into_a_quick_time_is_found_out(tmp_path):
+    """What steps without drafts took before it was of a slow one."""
+    device = Steeper(base=0.03, row=0.0011, draft=0.008)
+    engine = Engine(Planner(context(tmp_path, device)), device, 16, stand=0.5, sure=0.5).run(60)
+    assert not any(c.propose for c in engine.choices[-20:])
+    device.slow = 2.0
+    while not engine.choices[-1].propose:
+        engine.run(1)
+    device.slow, began = 1.0, len(engine.choices)
+    engine.run(200)
+    assert TRIAL < sum(c.propose for c in engine.choices[began:]) < 50
+
+
+def test_behind_texts_that_end_together_it_drafts_on_at_once(tmp_path):
+    """What is left of them is no reason to stop for long."""
+    device = Device(base=0.03, row=0.001, draft=0.02)
+    engine = Engine(Planner(context(tmp_path, device)), device, 4, stand=0.8, sure=0.8).run(100)
+    stopped = 0
+    for wave in range(12):
+        engine.views = [View(100 * wave + i, most_drafts=0) for i in range(4)]
+        engine.run(12)
+        stopped += not engine.choices[-1].propose
+        engine.views = [View(100 * wave + i) for i in range(4)]
+        began = len(engine.choices)
+        engine.run(20)
+        assert sum(c.propose for c in engine.choices[began:]) > 9
+    assert stopped > 3
 
 
 def test_a_pause_costs_the_planner_next_to_nothing(tmp_path):

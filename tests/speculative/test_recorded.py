@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 from deepinfer import SamplingParams
 from deepinfer.worker import recorded
 from deepinfer.worker.runner import ModelRunner
 from deepinfer_speculative.dspark import drafter as dspark
 from deepinfer_speculative.dspark.base import BlockDrafter, StateDrafter
+from deepinfer_speculative.dspark.drafter import DSparkDrafter
 from draft_rig import Watched, engine, ids, prompts
 from dspark_rig import Moody, pair
 
@@ -60,7 +62,6 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
     """Rows that a graph has put aside are those that would have been written at once, whether the
     draft that asks for them writes them or, when there are many, a graph does.
     """
-    monkeypatch.setattr(dspark, "MANY", most)
     target, draft, _ = learn("dspark")
     curve = {"sizes": [1], "seconds": [1.0], "tier_limit": 0}
     table = {"version": 3, "plain": curve, "verify": curve, "draft": {**curve, "seconds": [1e4]}}
@@ -71,6 +72,7 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
     def rounds(recorded):
         counts = recording() if recorded else None
         with monkeypatch.context() as patch:
+            patch.setattr(dspark, "MANY", most if recorded else 10_000)
             watched = Watched(patch)
             with engine(target, draft, how, max_num_seqs=5) as llm:
                 planner = llm.assembly.engine.scheduler.planner
@@ -92,6 +94,48 @@ def test_the_context_of_a_pause_is_there_when_drafting_comes_back(
     again, same, counts = rounds(recorded=True)
     assert again == texts and same == drafts and len(drafts) > 10
     assert counts["replays"] > 40
+
+
+def test_of_a_pause_prompts_and_what_was_decoded_last_have_context(learn, monkeypatch):
+    """On a CPU; older rows of what was decoded are zero, never those of another text."""
+    target, draft, _ = learn("dspark")
+
+    write, ran = DSparkDrafter.write, []
+
+    def watch(drafter, taps, slots, kv):
+        some = taps.slot_of_token[slots >= 0].tolist()
+        alone = [some.count(request) == 1 for request in some]
+        ran.extend(zip(slots[slots >= 0].tolist(), alone, strict=True))
+        write(drafter, taps, slots, kv)
+
+    monkeypatch.setattr(DSparkDrafter, "write", watch)
+
+    def context(most):
+        monkeypatch.setattr(dspark, "MANY", most)
+        with engine(target, draft, {"mode": "adaptive"}, max_num_seqs=4) as llm:
+            planner = llm.assembly.engine.scheduler.planner
+            right = planner.choose
+            planner.choose = lambda facts: right(facts)._replace(rows=0, propose=False, hold=0)
+            ran.clear()
+            params = [SamplingParams(temperature=0, max_tokens=20 + i) for i in range(9)]
+            llm.generate(prompts(9), params)
+            drafter = llm.assembly.engine.executor._host.runner._rig.drafter._made
+            with torch.inference_mode():
+                drafter.settle(drafter._kv)
+            layers = range(drafter.config.shape.layers)
+            pools = [pool.flatten(0, 1).flatten(1) for i in layers for pool in drafter._kv.layer(i)]
+            return torch.cat(pools, 1), dict(ran), [slot for slot, alone in ran if alone]
+
+    full, wrote, order = context(10_000)
+    some, again, _ = context(48)
+    assert wrote == again and len(order) > 150
+    prompt = [slot for slot, alone in wrote.items() if not alone]
+    assert len(prompt) > 20 and full[prompt].any(1).all()
+    there = torch.isclose(some, full, atol=1e-6).all(1)
+    assert there[prompt].all() and there[order[-20:]].all()
+    decoded = torch.tensor([slot for slot, alone in wrote.items() if alone])
+    gone = decoded[~there[decoded]]
+    assert len(gone) > len(decoded) / 2 and not some[gone].any()
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 256), ("bfloat16", 6), ("float32", 24)])

@@ -156,6 +156,14 @@ class Backbone(DraftModel):
             k, v = layer.keys(x, positions, self.cos_sin)
             self.ops.kv_write(k, v, *kv.layer(index), slots)
 
+    def empty(self, slots: Tensor, kv: KVPools) -> None:
+        """Keys and values of zero at these slots, int64[n]."""
+        shape = self.config.shape
+        for index in range(len(self.layers)):
+            pools = kv.layer(index)
+            zero = pools[0].new_zeros((len(slots), shape.kv_heads, shape.head_dim))
+            self.ops.kv_write(zero, zero, *pools, slots)
+
     def block(self, ids: Tensor, rows: DraftRows, kv: KVPools) -> Tensor:
         """ids int64[T] to rows [T, H] behind the final norm."""
         x = self.embedded(ids)

@@ -17,6 +17,7 @@ from deepinfer.models.source import resolve
 from deepinfer.models.weights import LoadPlan, load_weights, weight_bytes
 from deepinfer.ops.backend import build_ops
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deepinfer_speculative.dspark.backbone import Backbone, DraftRows
 from deepinfer_speculative.dspark.base import BlockDrafter
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
     from deepinfer.api.speculative import DrafterContext, DrafterTarget, SlotView, StepTaps
     from deepinfer.models.checkpoint import Checkpoint
 
-MANY: Final = 256
-"""Rows of context that may wait for a draft that asks for them, on a CPU: a call costs as much as
-many rows, and so many are less than the last cache."""
+MANY: Final = 1024
+"""Rows of context that may wait for a draft that asks for them, on a CPU."""
 MORE: Final = 8192
 WAITING_BYTES: Final = 64 << 20
 """Elsewhere, where these rows do not take more than this: writing them, kernel by kernel, takes the
@@ -117,8 +117,8 @@ class DSparkDrafter(BlockDrafter):
     def write(self, taps: StepTaps, slots: Tensor, kv: KVPools) -> None:
         """Keys and values of the draft's layers, from the target's hidden rows.
 
-        Rows wait until a draft reads them or there are many: while nobody drafts, weights are read
-        once for all of these. On a CPU, rows that are no text cost nothing.
+        Rows wait until a draft reads them or there are many. On a CPU, rows that are no text cost
+        nothing, nor do most of those that are decoded while nobody drafts (:meth:`_thin`).
         """
         hidden, positions = [taps.hidden[layer] for layer in self.taps], taps.batch.positions
         if self._recorded is not None:
@@ -127,17 +127,41 @@ class DSparkDrafter(BlockDrafter):
             else:
                 self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
             return
-        if slots.device.type == "cpu":
+        waiting, request = self._waiting, taps.slot_of_token
+        on_cpu = slots.device.type == "cpu"
+        if on_cpu:
             text = (slots >= 0).nonzero().flatten()
             if len(text) < len(slots):
                 hidden = [rows[text] for rows in hidden]
-                positions, slots = positions[text], slots[text]
-        if not self._waiting.fits(len(slots)):
+                positions, slots, request = positions[text], slots[text], request[text]
+            if not waiting.fits(len(slots)):
+                self._thin(kv)
+        if not waiting.fits(len(slots)):
             self.settle(kv)
-        if not self._waiting.fits(len(slots)):
+        if not waiting.fits(len(slots)):
             self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
         elif len(slots):
-            self._waiting.add(hidden, positions, slots)
+            waiting.add(hidden, positions, slots, _alone(request) if on_cpu else None)
+
+    def _thin(self, kv: KVPools) -> None:
+        """Make room while nobody drafts: prompts' rows are written, of decoded ones the newer half
+        waits on, and the older half is nothing to a draft from now on.
+
+        A small model's step has no other arithmetic to hide this behind, so that writing them all
+        costs 2 % of a load at which nobody drafts. Drafts that come back have the prompts and what
+        was decoded last, which is what they go by (docs/decisions/0024).
+        """
+        waiting = self._waiting
+        rows, positions, slots = waiting.found()
+        newer = waiting.alone & (torch.arange(len(slots)) >= len(slots) // 2)
+        text = slots >= 0
+        for chosen, write in ((~waiting.alone, True), (waiting.alone & ~newer, False)):
+            some = (chosen & text).nonzero().flatten()
+            if len(some) and write:
+                self._backbone.write(rows[some], positions[some], slots[some], kv)
+            elif len(some):
+                self._backbone.empty(slots[some], kv)
+        waiting.keep((newer & text).nonzero().flatten())
 
     def settle(self, kv: KVPools) -> None:
         """Write the rows that wait; if they are many and the device has graphs, as one of all that
@@ -226,6 +250,7 @@ class _Waiting:
         self._width = width
         self._rows: Tensor | None = None
         self._places = torch.zeros((2, self.most), dtype=torch.int64, device=device)
+        self._alone = torch.zeros(self.most, dtype=torch.bool)
         self._numbers = torch.arange(self.most, device=device)
         self.count = self._steps = 0
         self._end = torch.zeros(1, dtype=torch.int64, device=device)  # ``count``, for graphs
@@ -233,9 +258,18 @@ class _Waiting:
     def fits(self, count: int) -> bool:
         return self.count + count <= self.most
 
-    def add(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
+    @property
+    def alone(self) -> Tensor:
+        """bool[count], on a CPU: the only row of its request in its step, so it was decoded."""
+        return self._alone[: self.count]
+
+    def add(
+        self, hidden: list[Tensor], positions: Tensor, slots: Tensor, alone: Tensor | None = None
+    ) -> None:
         """A step's rows [n, H] of each layer, as many as fit."""
         all_rows = self._all(hidden)
+        if alone is not None:
+            self._alone[self.count : self.count + len(slots)] = alone
         began, self.count = self.count, self.count + len(slots)
         torch.cat(hidden, -1, out=all_rows[began : self.count])
         torch.stack((positions, slots), out=self._places[:, began : self.count])
@@ -271,10 +305,26 @@ class _Waiting:
         slots = torch.where(self._numbers < self._end, self._places[1], -1)
         return self._rows, self._places[0], _last_of_each(slots)
 
+    def keep(self, some: Tensor) -> None:
+        """Only these go on waiting: int64[m], ascending."""
+        assert self._rows is not None, "something was added"
+        count = len(some)
+        for tensor in (self._rows, self._alone):
+            tensor[:count] = tensor[some]
+        self._places[:, :count] = self._places[:, some]
+        self._end.fill_(count)
+        self.count = count
+
     def clear(self) -> None:
         """They wait no longer."""
         self._end.zero_()
         self.count = self._steps = 0
+
+
+def _alone(request: Tensor) -> Tensor:
+    """bool[n]: no neighbour is of the same request; those of one lie side by side."""
+    same = request[1:] == request[:-1]
+    return ~(pad(same, (1, 0)) | pad(same, (0, 1)))
 
 
 def _last_of_each(slots: Tensor) -> Tensor:
