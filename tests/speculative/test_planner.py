@@ -451,7 +451,7 @@ def test_a_pause_costs_the_planner_next_to_nothing(tmp_path):
     usual = planner._outlook.usual
     planner._outlook.usual = lambda n: ranks.append(n) or usual(n)
     choices, step = [], 0
-    for _ in range(40):
+    for _ in range(30):
         step += 1 + (choices[-1].hold if choices else 0)
         choices.append(planner.choose(facts([View(1), View(2)], step=step)))
     assert not any(c.rows or c.propose for c in choices[-3:]), "rows are dear: it pauses"

@@ -12,9 +12,10 @@ asked for the last step of a load), and that says nothing of the device.
 """
 LONGEST: Final = 64
 """Steps that may be on their way; more were given up."""
-STALE: Final = 32
+STALE: Final = 8
 """Steps after which a ratio that was not seen goes along with the other: what slows a machine slows
-both kinds of steps, and how they differ was learnt when both were fresh."""
+both kinds of steps, and how they differ was learnt when both were fresh. Were they more, a slow time
+among them would be held against one kind when it ends."""
 OLD: Final = 1024
 """Steps after which it is worth looking at the other kind again."""
 KNOWN: Final = 5
@@ -38,9 +39,9 @@ class Pace:
     so that drafting and not drafting are compared as they are.
 
     A table errs most in what draft rows add, and how many are worth it hangs on that, so it is
-    learnt apart: how the ratio of a drafting step goes with the share of its seconds that is drafts'
-    by the table, from pairs of steps that follow each other: a machine that is slow for a second is
-    slow for both.
+    learnt apart: how the ratio of a drafting step goes with the share of its seconds that its draft
+    rows have by the table, from pairs of steps that follow each other: a machine that is slow for a
+    second is slow for both.
 
     Args:
         ratio: of a kind that was not seen yet, while the other was not either.
@@ -67,12 +68,14 @@ class Pace:
         """Enough steps of that kind have been seen here."""
         return len(self._took[drafting]) >= KNOWN
 
-    def landed(self, drafting: bool, ratio: float, step: int = 0, share: float = 0.0) -> None:
+    def landed(
+        self, drafting: bool, ratio: float, step: int = 0, share: float | None = None
+    ) -> None:
         """A step of that kind took so many times what was predicted; ``share``: of its draft rows
-        in that.
+        in that, None where its time says nothing of them.
         """
         old, other = self.ratio[drafting], not drafting
-        if drafting:
+        if drafting and share is not None:
             self._learn(step, share, ratio / old)
             ratio /= 1.0 + self.tilt * share
         self._took[drafting].append(min(max(ratio, old / DEAREST), old * DEAREST))
@@ -114,7 +117,7 @@ class Paces:
 
     def __init__(self) -> None:
         self._paces: dict[int, Pace] = {}
-        self._open: dict[int, tuple[Pace, bool, float, float, float]] = {}
+        self._open: dict[int, tuple[Pace, bool, float, float, float | None]] = {}
         self._last = 1.0
 
     def at(self, sort: int) -> Pace:
@@ -122,7 +125,13 @@ class Paces:
         return self._paces.setdefault(sort, Pace(self._last))
 
     def expect(
-        self, step: int, now: float, seconds: float, pace: Pace, drafting: bool, share: float = 0.0
+        self,
+        step: int,
+        now: float,
+        seconds: float,
+        pace: Pace,
+        drafting: bool,
+        share: float | None = None,
     ) -> None:
         """A step was planned; ``seconds``: by the table; ``share``: of its draft rows in them."""
         if len(self._open) > LONGEST:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deepinfer_speculative import costs
 from deepinfer_speculative.options import take
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import DEAREST, STALE, Paces, sort_of_load
+from deepinfer_speculative.pace import DEAREST, Paces, sort_of_load
 from deepinfer_speculative.schedule import best_rows, causal_rows, ranked, throughput
 from deepinfer_speculative.switch import TRIAL, Switch
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PRICE: Final = 0.004
+PRICE: Final = 0.005
 """Share of the time that trials may cost, but for the first (``switch.EARLY``): where drafting is
 dear, they are rare."""
 LEAST: Final = 0.1
@@ -45,6 +45,8 @@ LOOK: Final = 8
 CALM: Final = 2
 """Steps behind one with a prompt or of another number of requests that are no measure either: the
 host comes late with them, and answers are taken late."""
+RESTLESS: Final = 32
+"""Steps without a measure after which any is one."""
 LONG: Final = 0.01
 """Seconds of a step from which on that does not show."""
 
@@ -118,7 +120,7 @@ class Planner:
         calm = self._calm >= CALM or seconds >= LONG
         good = calm and not facts.prefill_tokens
         self._restless = 0 if good else self._restless + 1
-        return good or (self._restless > STALE and facts.running > 0)
+        return good or (self._restless > RESTLESS and facts.running > 0)
 
     def _at(self, sort: int) -> Switch:
         """The switch of a sort of load."""
@@ -220,14 +222,16 @@ class Planner:
         predicted = float(seconds[rows])
         # Where drafting ends, a step that verifies the last drafts is of neither kind.
         if self._is_measure(facts, predicted) and (propose or not rows):
-            share = 1.0 - float(seconds[0]) / max(predicted, 1e-9)
+            # How long a short one takes hangs on the host, and on the answer before it.
+            share = 1.0 - float(seconds[0]) / predicted if predicted >= LONG else None
             self._paces.expect(facts.step, facts.now, predicted, pace, propose, share)
         return DraftChoice(rows, propose=propose)
 
     def _corrected(self, seconds: Floats) -> Floats:
         """The table's, of steps with 0, 1, … drafts, with what these were seen to add."""
         tilt = self._switch.pace.tilt
-        return np.maximum(seconds + tilt * (seconds - seconds[0]), 1e-9)
+        corrected: Floats = seconds + tilt * (seconds - seconds[0]) if tilt else seconds
+        return np.maximum(corrected, 1e-9)
 
     def _pays(self, gains: Floats, facts: DraftFacts) -> bool:
         """Whether the next step should have drafts, at the load that it will have; ``gains``: what
@@ -262,7 +266,9 @@ class Planner:
         plain *= prospect.plain
         on, off = prospect.rate / drafted, requests / plain
         longer = prospect.trial * drafted / plain
-        lost = min(longer - 1.0, longer * max(1.0 - on / off, LEAST))  # of steps without drafts
+        lost = longer - 1.0  # of steps without drafts
+        if prospect.plain >= LONG:  # and else its tokens do not make up for the host's time
+            lost = min(lost, longer * max(1.0 - on / off, LEAST))
         return self._switch.decide(
             on,
             off,
