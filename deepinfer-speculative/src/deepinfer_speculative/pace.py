@@ -14,8 +14,9 @@ LONGEST: Final = 64
 """Steps that may be on their way; more were given up."""
 STALE: Final = 8
 """Steps after which a ratio that was not seen goes along with the other: what slows a machine slows
-both kinds of steps, and how they differ was learnt when both were fresh. Were they more, a slow time
-among them would be held against one kind when it ends."""
+both kinds of steps, and how they differ was learnt when both were fresh. Were they more, a slow
+time among them would be held against one kind when it ends.
+"""
 OLD: Final = 1024
 """Steps after which it is worth looking at the other kind again."""
 KNOWN: Final = 5
@@ -29,6 +30,7 @@ DOUBT: Final = 0.05
 ODD: Final = 1.5
 """A step that differs by more from what is usual says nothing of draft rows."""
 TILTS: Final = -0.5, 3.0
+"""Least and most that draft rows may be found to add."""
 
 
 class Pace:
