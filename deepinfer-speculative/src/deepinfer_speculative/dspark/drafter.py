@@ -153,15 +153,16 @@ class DSparkDrafter(BlockDrafter):
         """
         waiting = self._waiting
         rows, positions, slots = waiting.found()
-        newer = waiting.alone & (torch.arange(len(slots)) >= len(slots) // 2)
         text = slots >= 0
-        for chosen, write in ((~waiting.alone, True), (waiting.alone & ~newer, False)):
-            some = (chosen & text).nonzero().flatten()
-            if len(some) and write:
-                self._backbone.write(rows[some], positions[some], slots[some], kv)
-            elif len(some):
-                self._backbone.empty(slots[some], kv)
-        waiting.keep((newer & text).nonzero().flatten())
+        decoded = text & waiting.alone
+        newer = torch.arange(len(slots)) >= len(slots) // 2
+        prompts = (text & ~decoded).nonzero().flatten()
+        older = (decoded & ~newer).nonzero().flatten()
+        if len(prompts):
+            self._backbone.write(rows[prompts], positions[prompts], slots[prompts], kv)
+        if len(older):
+            self._backbone.empty(slots[older], kv)
+        waiting.keep((decoded & newer).nonzero().flatten())
 
     def settle(self, kv: KVPools) -> None:
         """Write the rows that wait; if they are many and the device has graphs, as one of all that
