@@ -605,6 +605,35 @@ def test_one_trial_on_a_busy_machine_does_not_end_drafting_for_thousands_of_step
     assert sum(c.propose for c in engine.choices[-400:]) > 380
 
 
+@dataclass
+class Returning(Device):
+    """The first step that drafts behind a pause takes as long as ``more`` others: what waited is
+    written then, which no table knows of.
+    """
+
+    more: int = 0
+    drafted: bool = True
+
+    def took(self, rows, propose):
+        behind, self.drafted = propose and not self.drafted, propose
+        return super().took(rows, propose) + self.more * self.base * behind
+
+
+@pytest.mark.parametrize("more", [0, 6, 20])
+@pytest.mark.parametrize("base", [0.002, 0.03])
+def test_trials_cost_what_they_were_seen_to_cost(tmp_path, base, more):
+    """Drafts never pay, and how much a trial loses shows in the trial alone."""
+    shape = {"base": base, "draft": base}
+    planner = Planner(context(tmp_path, Device(**shape)))
+    device = Returning(**shape, more=more)
+    engine = Engine(planner, device, 4, stand=0.1, sure=0.9).run(600)
+    began, before = engine.now, engine.tokens
+    engine.run(6000)
+    assert any(c.propose for c in engine.choices[600:]), "it tries again"
+    rate = (engine.tokens - before) / (engine.now - began)
+    assert rate > 0.99 * 4 / base
+
+
 class WithPrompts(Engine):
     """Prompts run beside every step."""
 

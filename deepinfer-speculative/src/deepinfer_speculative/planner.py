@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deepinfer_speculative import costs
 from deepinfer_speculative.options import take
 from deepinfer_speculative.outlook import Outlook
-from deepinfer_speculative.pace import DEAREST, Paces, sort_of_load
+from deepinfer_speculative.pace import DEAREST, LONGEST, Paces, sort_of_load
 from deepinfer_speculative.schedule import best_rows, causal_rows, ranked, throughput
 from deepinfer_speculative.switch import TRIAL, Switch
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PRICE: Final = 0.005
+PRICE: Final = 0.0025
 """Share of the time that trials may cost, but for the first (``switch.EARLY``): where drafting is
 dear, they are rare."""
 LEAST: Final = 0.1
@@ -49,6 +49,17 @@ RESTLESS: Final = 32
 """Steps without a measure after which any is one."""
 LONG: Final = 0.01
 """Seconds of a step from which on that does not show."""
+
+
+class _Drafted(NamedTuple):
+    """A step with drafts, or that drafts, on its way: planned when, for how many requests, seconds
+    without drafts.
+    """
+
+    switch: Switch
+    now: float
+    requests: int
+    plain: float
 
 
 class _Prospect(NamedTuple):
@@ -86,6 +97,7 @@ class Planner:
         self._switch = self._at(self._sort)
         self._table = None if context.mode == "static" else _table(context)
         self._prospects: dict[int, _Prospect] = {}  # by requests
+        self._drafting: dict[int, _Drafted] = {}  # by step, those on their way
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
         self._requests = 0  # of the last step
         self._calm = 0  # steps since requests came or went
@@ -139,8 +151,12 @@ class Planner:
 
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
+        step = self._drafting.pop(landed.out.step, None)
         if landed.out.counts.any() and not landed.out.warming:
             self._paces.landed(landed.out.step, landed.now, landed.before)
+            if step is not None:
+                took = (landed.now - max(landed.before, step.now)) / step.plain
+                step.switch.paid += took - int(landed.out.counts.sum()) / step.requests
         else:  # if of texts that have ended: nobody hurries to take it
             self._paces.forget(landed.out.step)
         if self._paused:
@@ -225,6 +241,11 @@ class Planner:
             # How long a short one takes hangs on the host, and on the answer before it.
             share = 1.0 - float(seconds[0]) / predicted if predicted >= LONG else None
             self._paces.expect(facts.step, facts.now, predicted, pace, propose, share)
+        if (propose or rows) and decoding and not facts.prefill_tokens:
+            plain = max(self._table.plain_of(decoding) * pace.ratio[False], 1e-9)
+            if len(self._drafting) > LONGEST:
+                self._drafting.clear()
+            self._drafting[facts.step] = _Drafted(self._switch, facts.now, decoding, plain)
         return DraftChoice(rows, propose=propose)
 
     def _corrected(self, seconds: Floats) -> Floats:
@@ -273,7 +294,7 @@ class Planner:
             on,
             off,
             self._enters,
-            dear=int((TRIAL + BEHIND) * max(lost, 0.0) / PRICE),
+            dear=int(max((TRIAL + BEHIND) * lost, self._switch.paid, 0.0) / PRICE),
             usual=lambda: self._usual(requests).rate / drafted,
         )
 

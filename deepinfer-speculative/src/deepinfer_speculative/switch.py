@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 
 FIRST_WAIT: Final = 32
 LONGEST_WAIT: Final = 4096
-"""Steps without drafts before they are tried again; doubled each time it does not pay."""
+"""Steps without drafts before they are tried again."""
+RARER: Final = 4
+"""What these are multiplied by each time it does not pay."""
 EARLY: Final = 512
-"""However dear trials are, the first one comes again after so many steps, the next after twice as
-many, and so on: what a few steps have shown may be a machine that was busy just then.
+"""However dear trials are, the first one comes again after so many steps, the next after
+``RARER`` times as many, and so on: what a few steps have shown may be a machine that was busy just
+then.
 """
 TRIAL: Final = 6
 """Steps of a trial: a few answers are one step behind."""
@@ -45,12 +48,14 @@ class Switch:
         trial: steps left of a trial; what was expected before anything was seen is no measure.
         glancing: steps are looked at that do not draft.
         since: steps without drafts; whoever decides nothing for a step counts it here.
+        paid: steps without drafts that could have been run in the time of the last trial and what
+            came of it, beyond those that give as many tokens; whoever sees steps counts it here.
     """
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.drafting, self.glancing = True, False
-        self.trial, self.since = TRIAL, 0
+        self.trial, self.since, self.paid = TRIAL, 0, 0.0
         self._begun = False
         self._wait = FIRST_WAIT
         self._tried = 0  # trials that were due
@@ -65,9 +70,8 @@ class Switch:
     ) -> bool:
         """Tokens a second with drafts, as far as these requests have room for any, and without.
 
-        ``enters``: the step before was at another load; ``dear``: steps over which the time that a
-        trial costs must be spread; ``usual``: ``on`` with drafts for everybody, as they are of
-        late.
+        ``enters``: the step before was at another load; ``dear``: steps over which what a trial
+        costs must be spread; ``usual``: ``on`` with drafts for everybody, as they are of late.
         """
         self.since += 1
         self._glance_due -= 1
@@ -80,9 +84,9 @@ class Switch:
                 self._try()
         else:
             promised = on > RETURN * off and (enters or self.since >= SOON)
-            due = max(self._wait, min(dear, EARLY << self._tried))
+            due = max(self._wait, min(dear, EARLY * RARER**self._tried))
             if (promised and not self._failed) or self.since >= due:
-                self._wait = min(2 * self._wait, LONGEST_WAIT)
+                self._wait = min(RARER * self._wait, LONGEST_WAIT)
                 self._tried += self.since >= due
                 self._returned = True
                 self._try()
@@ -91,7 +95,7 @@ class Switch:
     def _try(self) -> None:
         self.pace.measure_again(True)
         self.drafting, self.glancing = True, False
-        self.trial, self.since, self._edges = TRIAL, 0, 0
+        self.trial, self.since, self._edges, self.paid = TRIAL, 0, 0, 0.0
 
     def _may_glance(self) -> bool:
         return self._glance_due <= 0 and self.pace.knows(True) and not self.pace.compared

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from deepinfer.api.kv import KVGroup, KVSpec
@@ -71,6 +72,8 @@ class DSparkDrafter(BlockDrafter):
         self._blocks: dict[int, tuple[Any, Tensor]] = {}
         width = len(self.taps) * config.shape.hidden_size
         self._waiting = _Waiting(width, target.dtype.itemsize, target.device, model.ops)
+        eager = target.device.type == "cpu" and target.record is None
+        self._steps = _Steps() if eager else None  # then these wait in its place
         self._recorded: bool | None = None
         self._record = target.record
         self._write_all: Callable[[], Any] | None = None
@@ -127,47 +130,55 @@ class DSparkDrafter(BlockDrafter):
             else:
                 self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
             return
-        waiting, request = self._waiting, taps.slot_of_token
-        on_cpu = slots.device.type == "cpu"
-        if on_cpu:
-            text = (slots >= 0).nonzero().flatten()
-            if len(text) < len(slots):
-                hidden = [rows[text] for rows in hidden]
-                positions, slots, request = positions[text], slots[text], request[text]
-            if not waiting.fits(len(slots)):
-                self._thin(kv)
+        if self._steps is not None:
+            self._write_later(self._steps, hidden, taps, slots, kv)
+            return
+        waiting = self._waiting
         if not waiting.fits(len(slots)):
             self.settle(kv)
         if not waiting.fits(len(slots)):
             self._backbone.write(torch.cat(hidden, -1), positions, slots, kv)
         elif len(slots):
-            waiting.add(hidden, positions, slots, _alone(request) if on_cpu else None)
+            waiting.add(hidden, positions, slots)
 
-    def _thin(self, kv: KVPools) -> None:
-        """Make room while nobody drafts: prompts' rows are written, of decoded ones the newer half
-        waits on, and the older half is nothing to a draft from now on.
+    def _write_later(
+        self, steps: _Steps, hidden: list[Tensor], taps: StepTaps, slots: Tensor, kv: KVPools
+    ) -> None:
+        """On a CPU."""
+        if not steps.fits(len(slots)) and steps.count > steps.most // 2:
+            self._thin(steps, kv)
+        if not steps.fits(len(slots)):
+            self.settle(kv)
+        steps.add(hidden, taps.batch.positions, slots, taps.slot_of_token)
+        if not steps.fits(0):
+            self.settle(kv)
+
+    def _thin(self, steps: _Steps, kv: KVPools) -> None:
+        """Make room while nobody drafts: of the older half, prompts' rows are written, and decoded
+        ones are nothing to a draft from now on.
 
         A small model's step has no other arithmetic to hide this behind, so that writing them all
         costs 2 % of a load at which nobody drafts. Drafts that come back have the prompts and what
         was decoded last, which is what they go by (docs/decisions/0024).
         """
-        waiting = self._waiting
-        rows, positions, slots = waiting.found()
-        text = slots >= 0
-        decoded = text & waiting.alone
-        newer = torch.arange(len(slots)) >= len(slots) // 2
-        prompts = (text & ~decoded).nonzero().flatten()
-        older = (decoded & ~newer).nonzero().flatten()
+        older = steps.take(steps.most // 2)
+        decoded = older.alone.nonzero().flatten()
+        prompts = (~older.alone).nonzero().flatten()
+        if len(decoded):
+            self._backbone.empty(older.slots[decoded], kv)
         if len(prompts):
-            self._backbone.write(rows[prompts], positions[prompts], slots[prompts], kv)
-        if len(older):
-            self._backbone.empty(slots[older], kv)
-        waiting.keep((decoded & newer).nonzero().flatten())
+            rows = older.rows[prompts], older.positions[prompts], older.slots[prompts]
+            self._backbone.write(*rows, kv)
 
     def settle(self, kv: KVPools) -> None:
         """Write the rows that wait; if they are many and the device has graphs, as one of all that
         may wait.
         """
+        if self._steps is not None:
+            found = self._steps.take() if self._steps.count else None
+            if found is not None and len(found.slots):
+                self._backbone.write(found.rows, found.positions, found.slots, kv)
+            return
         waiting = self._waiting
         if not waiting.count:
             return
@@ -251,7 +262,6 @@ class _Waiting:
         self._width = width
         self._rows: Tensor | None = None
         self._places = torch.zeros((2, self.most), dtype=torch.int64, device=device)
-        self._alone = torch.zeros(self.most, dtype=torch.bool)
         self._numbers = torch.arange(self.most, device=device)
         self.count = self._steps = 0
         self._end = torch.zeros(1, dtype=torch.int64, device=device)  # ``count``, for graphs
@@ -259,18 +269,9 @@ class _Waiting:
     def fits(self, count: int) -> bool:
         return self.count + count <= self.most
 
-    @property
-    def alone(self) -> Tensor:
-        """bool[count], on a CPU: the only row of its request in its step, so it was decoded."""
-        return self._alone[: self.count]
-
-    def add(
-        self, hidden: list[Tensor], positions: Tensor, slots: Tensor, alone: Tensor | None = None
-    ) -> None:
+    def add(self, hidden: list[Tensor], positions: Tensor, slots: Tensor) -> None:
         """A step's rows [n, H] of each layer, as many as fit."""
         all_rows = self._all(hidden)
-        if alone is not None:
-            self._alone[self.count : self.count + len(slots)] = alone
         began, self.count = self.count, self.count + len(slots)
         torch.cat(hidden, -1, out=all_rows[began : self.count])
         torch.stack((positions, slots), out=self._places[:, began : self.count])
@@ -306,25 +307,62 @@ class _Waiting:
         slots = torch.where(self._numbers < self._end, self._places[1], -1)
         return self._rows, self._places[0], _last_of_each(slots)
 
-    def keep(self, some: Tensor) -> None:
-        """Only these go on waiting: int64[m], ascending."""
-        assert self._rows is not None, "something was added"
-        count = len(some)
-        for tensor in (self._rows, self._alone):
-            tensor[:count] = tensor[some]
-        self._places[:, :count] = self._places[:, some]
-        self._end.fill_(count)
-        self.count = count
-
     def clear(self) -> None:
         """They wait no longer."""
         self._end.zero_()
         self.count = self._steps = 0
 
 
-def _alone(request: Tensor) -> Tensor:
-    """bool[n]: no neighbour is of the same request; those of one lie side by side."""
-    same = request[1:] == request[:-1]
+class _Rows(NamedTuple):
+    """Tapped layers side by side [n, width], positions and slots int64[n], no slot twice;
+    ``alone`` bool[n]: the only one of its request in its step, so it was decoded.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    slots: Tensor
+    alone: Tensor
+
+
+class _Steps:
+    """On a CPU, what waits step by step: one that nobody drafts behind costs a copy of its rows,
+    and which of them are text is asked when they leave.
+    """
+
+    def __init__(self) -> None:
+        self.most, self.count = MANY, 0
+        self._kept: deque[tuple[Tensor, ...]] = deque()
+
+    def fits(self, count: int) -> bool:
+        return self.count + count <= self.most
+
+    def add(
+        self, hidden: list[Tensor], positions: Tensor, slots: Tensor, request: Tensor
+    ) -> None:
+        """A step's rows [n, H] of each layer, which may change behind it."""
+        self._kept.append((torch.cat(hidden, -1), positions.clone(), slots, request.clone()))
+        self.count += len(slots)
+
+    def take(self, most: int = 0) -> _Rows:
+        """The oldest, so that no more than ``most`` wait on."""
+        taken = []
+        while self.count > most:
+            taken.append(self._kept.popleft())
+            self.count -= len(taken[-1][2])
+        lengths = torch.tensor([len(slots) for _, _, slots, _ in taken])
+        step = torch.arange(len(taken)).repeat_interleave(lengths)
+        rows, positions, slots, request = map(torch.cat, zip(*taken, strict=True))
+        text = (slots >= 0).nonzero().flatten()
+        alone = _alone(step[text], request[text])
+        slots = _last_of_each(slots[text])
+        last = (slots >= 0).nonzero().flatten()
+        text, slots, alone = text[last], slots[last], alone[last]
+        return _Rows(rows[text], positions[text], slots, alone)
+
+
+def _alone(step: Tensor, request: Tensor) -> Tensor:
+    """bool[n]: no neighbour is of the same request and step; those of one lie side by side."""
+    same = (request[1:] == request[:-1]) & (step[1:] == step[:-1])
     return ~(pad(same, (1, 0)) | pad(same, (0, 1)))
 
 
