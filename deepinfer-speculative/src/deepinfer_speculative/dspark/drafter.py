@@ -336,9 +336,7 @@ class _Steps:
     def fits(self, count: int) -> bool:
         return self.count + count <= self.most
 
-    def add(
-        self, hidden: list[Tensor], positions: Tensor, slots: Tensor, request: Tensor
-    ) -> None:
+    def add(self, hidden: list[Tensor], positions: Tensor, slots: Tensor, request: Tensor) -> None:
         """A step's rows [n, H] of each layer, which may change behind it."""
         self._kept.append((torch.cat(hidden, -1), positions.clone(), slots, request.clone()))
         self.count += len(slots)
