@@ -194,8 +194,11 @@ def test_with_confidences_the_length_is_right_within_some_tens_of_steps(tmp_path
 @pytest.mark.parametrize("stand", [0.05, 0.4, 0.9])
 @pytest.mark.parametrize("requests", [1, 4, 16, 64])
 @pytest.mark.parametrize("row", [0.0001, 0.004])
-def test_adaptive_is_about_the_best_of_off_and_all_fixed_lengths(tmp_path, stand, requests, row):
-    device = Device(base=0.01, row=row, draft=0.002)
+@pytest.mark.parametrize("scale", [1.0, 0.1], ids=["long", "short"])
+def test_adaptive_is_about_the_best_of_off_and_all_fixed_lengths(
+    tmp_path, stand, requests, row, scale
+):
+    device = Device(base=0.01 * scale, row=row * scale, draft=0.002 * scale)
     engine = Engine(Planner(context(tmp_path, device)), device, requests, stand).run(1500)
     fixed = [requests / device.took(requests, False)]
     for length in range(1, GAMMA + 1):
@@ -286,7 +289,7 @@ def test_crude_confidences_are_corrected_by_what_stands(tmp_path):
     assert (np.diff(survival) <= 0).all()
 
 
-def landed(step, generations, confidence):
+def landed(step, generations, confidence, verified=0):
     n = len(generations)
     return DraftsLanded(
         out=StepOutput(
@@ -295,6 +298,7 @@ def landed(step, generations, confidence):
             counts=np.ones(n, np.int32),
             drafts=np.zeros((n, GAMMA), np.int32),
             confidence=np.array(confidence, np.float32),
+            verified=np.full(n, verified, np.int32),
         ),
         generations=generations,
         before=0.0,
@@ -314,6 +318,33 @@ def test_the_ratio_rule_never_looks_at_the_block_that_will_be_verified(exact):
     assert live == pytest.approx(0.1 if exact else 0.9, abs=1e-6)
 
 
+def test_what_stood_is_compared_with_what_was_said_of_it_or_not_at_all():
+    outlook = Outlook(GAMMA, True)
+    outlook.observe(landed(1, [7, 8], [[0.9] * GAMMA] * 2))
+    outlook.observe(landed(3, [7, 8], [[0.1] * GAMMA] * 2, verified=GAMMA))
+    assert not outlook.seen, "the blocks of step 2 were verified, and nobody has seen them"
+    outlook.observe(landed(4, [8, 9], [[0.5] * GAMMA] * 2, verified=GAMMA))
+    assert outlook.seen == 1, "of 9 nothing was known"
+
+
+def test_where_steps_are_short_a_choice_for_many_is_repeated_within_their_limits(tmp_path):
+    device = Device(base=0.001, row=0.000001, draft=0.0004)
+    planner = Planner(context(tmp_path, device))
+    engine = Engine(planner, device, 16, stand=0.7, sure=0.7).run(60)
+    right, asked = planner._outlook.survival, []
+    planner._outlook.survival = lambda views: asked.append(len(views)) or right(views)
+    engine.run(40)
+    assert 8 <= len(asked) <= 12 and all(c.propose and c.rows for c in engine.choices[60:])
+    many, engine.views = engine.views, engine.views[:13]
+    engine.run(1)
+    assert 0 < engine.choices[-1].rows <= 13 * GAMMA
+    engine.views = many
+    assert planner.choose(facts(many, step=engine.step + 1, room=5)).rows <= 5
+    engine.views, asked[:] = many[:4], []
+    engine.run(12)
+    assert len(asked) == 12, "of few, each is looked at"
+
+
 def test_a_request_of_another_generation_counts_as_usual():
     outlook = Outlook(GAMMA, True)
     outlook.observe(landed(1, [7], [[0.2] * GAMMA]))
@@ -323,7 +354,7 @@ def test_a_request_of_another_generation_counts_as_usual():
     for number in range(200):
         outlook.observe(landed(2, [100 + number], [[0.2] * GAMMA]))
     outlook.forget([View(8)])
-    assert not outlook._blocks, "what has gone is forgotten"
+    assert not outlook._rows, "what has gone is forgotten"
 
 
 class Clock:

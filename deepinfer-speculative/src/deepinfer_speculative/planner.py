@@ -50,6 +50,21 @@ RESTLESS: Final = 32
 LONG: Final = 0.01
 """Seconds of a step from which on that does not show."""
 
+AGAIN: Final = 3
+"""Steps that repeat a choice where steps are short and requests many: working it out takes a tenth
+of such a step, and how many drafts are worth it in all hardly changes from one to the next.
+"""
+MANY: Final = 8
+"""Requests from which on that holds: the confidences of few go up and down together."""
+
+
+class _Repeated(NamedTuple):
+    """A choice that stands for some steps more: rows for so many requests, seconds by the table."""
+
+    rows: int
+    requests: int
+    seconds: float
+
 
 class _Drafted(NamedTuple):
     """A step with drafts, or that drafts, on its way: planned when, for how many requests, seconds
@@ -97,7 +112,9 @@ class Planner:
         self._switch = self._at(self._sort)
         self._table = None if context.mode == "static" else _table(context)
         self._prospects: dict[int, _Prospect] = {}  # by requests
-        self._drafting: dict[int, _Drafted] = {}  # by step, those on their way
+        self._drafting: dict[int, _Drafted] = {}  # by step, those of trials on their way
+        self._again: _Repeated | None = None
+        self._left = 0  # steps that it stands for
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
         self._requests = 0  # of the last step
         self._calm = 0  # steps since requests came or went
@@ -117,7 +134,13 @@ class Planner:
             sort = sort_of_load(requests)
             self._enters, self._sort = sort != self._sort, sort
             self._switch = self._at(sort)
-        choice = self._pausing(facts) if self._paused else self._drafted(facts)
+            self._left = 0 if self._enters else self._left
+        if self._paused:
+            choice = self._pausing(facts)
+        elif self._left and self._again is not None:
+            choice = self._repeated(facts, self._again)
+        else:
+            choice = self._drafted(facts)
         self._proposed, self._step, self._hold = choice.propose, facts.step, choice.hold
         self.counts["steps"] += held + 1
         self.counts["steps_with_drafts"] += choice.rows > 0
@@ -140,6 +163,13 @@ class Planner:
             self._switches[sort] = Switch(self._paces.at(sort))
         return self._switches[sort]
 
+    def _repeated(self, facts: DraftFacts, last: _Repeated) -> DraftChoice:
+        """The same again, for as many of each request."""
+        self._left -= 1
+        if self._is_measure(facts, last.seconds) and facts.running == last.requests:
+            self._paces.expect(facts.step, facts.now, last.seconds, self._switch.pace, True)
+        return DraftChoice(min(last.rows * facts.running // last.requests, facts.room))
+
     def _drafted(self, facts: DraftFacts) -> DraftChoice:
         """A step that may have drafts."""
         most = [min(max(r.most_drafts, 0), self.draft_len) for r in facts.decoding]
@@ -161,7 +191,7 @@ class Planner:
             self._paces.forget(landed.out.step)
         if self._paused:
             self._outlook.clear()
-        else:
+        elif self._left < 2:  # else the choice that asks for it is some steps away
             self._outlook.observe(landed)
 
     def report(self) -> dict[str, float]:
@@ -196,7 +226,19 @@ class Planner:
             # Until it looks again; while it learns what steps without drafts take, it sees each.
             hold = 0 if back or switch.glancing else -switch.since % LOOK
             self._paces.expect(facts.step, facts.now, seconds, switch.pace, back)
+        if back:
+            self._book(facts, count)
         return DraftChoice(0, propose=back, hold=hold)
+
+    def _book(self, facts: DraftFacts, count: int) -> None:
+        """Of a step of a trial it is wanted what it costs."""
+        if not count or facts.prefill_tokens:
+            return
+        assert self._table is not None
+        plain = max(self._table.plain_of(count) * self._switch.pace.ratio[False], 1e-9)
+        if len(self._drafting) > LONGEST:
+            self._drafting.clear()
+        self._drafting[facts.step] = _Drafted(self._switch, facts.now, count, plain)
 
     def _comes_back(self, requests: int) -> bool:
         """While a pause goes on nothing is learnt of drafts, so what usual ones promise is worked
@@ -241,11 +283,10 @@ class Planner:
             # How long a short one takes hangs on the host, and on the answer before it.
             share = 1.0 - float(seconds[0]) / predicted if predicted >= LONG else None
             self._paces.expect(facts.step, facts.now, predicted, pace, propose, share)
-        if (propose or rows) and decoding and not facts.prefill_tokens:
-            plain = max(self._table.plain_of(decoding) * pace.ratio[False], 1e-9)
-            if len(self._drafting) > LONGEST:
-                self._drafting.clear()
-            self._drafting[facts.step] = _Drafted(self._switch, facts.now, decoding, plain)
+        if self._switch.trial or (rows and not propose):
+            self._book(facts, decoding)
+        elif propose and self._proposed and decoding >= MANY and predicted < LONG:
+            self._again, self._left = _Repeated(rows, decoding, predicted), AGAIN
         return DraftChoice(rows, propose=propose)
 
     def _corrected(self, seconds: Floats) -> Floats:

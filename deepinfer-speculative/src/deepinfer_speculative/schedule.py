@@ -32,8 +32,10 @@ def ranked(survival: Floats, eligible: NDArray[np.int64]) -> Floats:
 
 def throughput(gains: Floats, emitting: float, seconds: Floats) -> Floats:
     """Θ(0) … Θ(len(gains)) in tokens a second; ``seconds[K]``: what a step with K drafts takes."""
-    tokens = np.full(len(gains) + 1, float(emitting))
-    tokens[1:] += gains.cumsum()
+    tokens = np.empty(len(gains) + 1)
+    tokens[0] = 0.0
+    gains.cumsum(out=tokens[1:])
+    tokens += emitting
     tokens /= seconds[: len(tokens)]
     return tokens
 
@@ -41,7 +43,7 @@ def throughput(gains: Floats, emitting: float, seconds: Floats) -> Floats:
 def best_rows(rate: Floats, min_gain: float = 0.0) -> int:
     """K of the highest Θ, the first of equals; all, if it is not ``min_gain`` better than all."""
     best = int(np.argmax(rate))
-    return best if rate[best] >= (1.0 + min_gain) * rate[-1] else len(rate) - 1
+    return best if not min_gain or rate[best] >= (1.0 + min_gain) * rate[-1] else len(rate) - 1
 
 
 def causal_rows(rate: Floats) -> int:
