@@ -40,8 +40,10 @@ LEAST: Final = 0.1
 """Share of a step of a trial that is lost at least, whatever drafts promise."""
 BEHIND: Final = 3
 """Steps that a trial goes on for behind its last decision, as answers come late."""
-LOOK: Final = 8
-"""While it pauses, a planner looks only every so many steps: its time is that of steps."""
+LOOK, LOOK_SHORT = 8, 32
+"""While it pauses, a planner looks only every so many steps: its time is that of steps. More where
+steps are short and drafts were tried and did not pay.
+"""
 CALM: Final = 2
 """Steps behind one with a prompt or of another number of requests that are no measure either: the
 host comes late with them, and answers are taken late."""
@@ -214,17 +216,18 @@ class Planner:
         assert self._table is not None
         count, switch = facts.running, self._switch
         requests = count + facts.emitting
-        if requests and (switch.since % LOOK == 0 or self._enters):
+        seconds = self._table.plain_of(count + facts.prefill_tokens)
+        every = LOOK_SHORT if switch.failed and seconds < LONG else LOOK
+        if requests and (switch.since % every == 0 or self._enters):
             back = self._comes_back(requests)
         else:
             switch.since += 1
             back = False
         hold = 0
-        seconds = self._table.plain_of(count + facts.prefill_tokens)
         seconds += self._table.draft_of(requests) if back else 0.0
         if self._is_measure(facts, seconds):
             # Until it looks again; while it learns what steps without drafts take, it sees each.
-            hold = 0 if back or switch.glancing else -switch.since % LOOK
+            hold = 0 if back or switch.glancing else -switch.since % every
             self._paces.expect(facts.step, facts.now, seconds, switch.pace, back)
         if back:
             self._book(facts, count)

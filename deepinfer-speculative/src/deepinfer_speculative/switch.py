@@ -47,6 +47,7 @@ class Switch:
         drafting: the last decision.
         trial: steps left of a trial; what was expected before anything was seen is no measure.
         glancing: steps are looked at that do not draft.
+        failed: the last trial did not pay; only the next that is due brings drafts back.
         since: steps without drafts; whoever decides nothing for a step counts it here.
         paid: steps without drafts that could have been run in the time of the last trial and what
             came of it, beyond those that give as many tokens; whoever sees steps counts it here.
@@ -54,12 +55,11 @@ class Switch:
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
-        self.drafting, self.glancing = True, False
+        self.drafting, self.glancing, self.failed = True, False, False
         self.trial, self.since, self.paid = TRIAL, 0, 0.0
         self._begun = False
         self._wait = FIRST_WAIT
         self._tried = 0  # trials that were due
-        self._failed = False  # the last trial
         self._edge = 1.0  # what drafting gives over what steps without give, of late
         self._edges = 0
         self._glance_due = 0  # steps until there may be one
@@ -85,7 +85,7 @@ class Switch:
         else:
             promised = on > RETURN * off and (enters or self.since >= SOON)
             due = max(self._wait, min(dear, EARLY * RARER**self._tried))
-            if (promised and not self._failed) or self.since >= due:
+            if (promised and not self.failed) or self.since >= due:
                 self._wait = min(RARER * self._wait, LONGEST_WAIT)
                 self._tried += self.since >= due
                 self._returned = True
@@ -109,10 +109,10 @@ class Switch:
         self._edge += (on / off - self._edge) / min(self._edges, MEMORY)
         if self._edge < WORTH:
             # Of texts that are about to end nothing is to be learnt.
-            self.drafting, self.since, self._failed = False, 0, usual() < WORTH * off
+            self.drafting, self.since, self.failed = False, 0, usual() < WORTH * off
         elif self._edges >= MEMORY and (self._returned or self._may_glance()):
             # What was compared in a trial may have been a slow time and a quick one.
             self.drafting, self.since, self.glancing, self._returned = False, 0, True, False
             self._glance_due = OLD
         else:
-            self._wait, self._failed = FIRST_WAIT, False
+            self._wait, self.failed = FIRST_WAIT, False
