@@ -12,6 +12,7 @@ from deepinfer.testing.tiny import write_tiny_checkpoint
 from deepinfer_speculative.dspark.backbone import merge
 from deepinfer_speculative.dspark.base import _Heads
 from deepinfer_speculative.dspark.config import check_target, read_config
+from deepinfer_speculative.dspark.drafter import _Steps
 from deepinfer_speculative.dspark.heads import confidence_logits, draft_steps
 from deepinfer_speculative.dspark.save import save_draft
 from deepinfer_speculative.dspark.weights import weight_rules
@@ -248,3 +249,42 @@ def test_heads_run_as_far_as_drafts_are_verified():
         heads.next()
         heads.verified([0])
     assert heads.next() == 1
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 3)), min_size=1, max_size=5),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_rows_that_wait_leave_as_text_once_each_with_who_was_alone(steps):
+    """Whatever their number: rows of a step are (slot, −1 for no text; request)."""
+    waiting, want = _Steps(), {}
+    for number, step in enumerate(steps):
+        step = sorted(step, key=lambda row: row[1])  # rows of a request lie side by side
+        slots = [slot for slot, _ in step]
+        step = [(slot if slots.index(slot) == i else -1, r) for i, (slot, r) in enumerate(step)]
+        hidden = torch.arange(len(step)).float()[:, None] + 100 * number
+        slot, request = (torch.tensor([row[k] for row in step], dtype=torch.int64) for k in (0, 1))
+        waiting.add([hidden, -hidden], request + 7, slot, request)
+        hidden.fill_(-1)  # a model may use its memory again
+        text = [r for s, r in step if s >= 0]
+        for i, (s, r) in enumerate(step):
+            if s >= 0:
+                want[s] = (100.0 * number + i, r + 7, text.count(r) == 1)
+    found = waiting.take()
+    rows = zip(found.rows.tolist(), found.positions.tolist(), found.alone.tolist(), strict=True)
+    assert waiting.count == 0
+    assert dict(zip(found.slots.tolist(), rows, strict=True)) == {
+        slot: ([row, -row], position, alone) for slot, (row, position, alone) in want.items()
+    }
+
+
+def test_the_oldest_steps_leave_first_and_whole():
+    waiting = _Steps()
+    for number in range(4):
+        some = torch.arange(3) + 3 * number
+        waiting.add([some.float()[:, None]], some, some, some)
+    assert waiting.take(7).slots.tolist() == [0, 1, 2, 3, 4, 5] and waiting.count == 6
+    assert waiting.take().slots.tolist() == [6, 7, 8, 9, 10, 11]
