@@ -694,3 +694,4 @@ def test_a_plan_that_came_to_nothing_is_no_step(tmp_path):
         out = replace(landed(step, [1], [[0.5] * GAMMA]), now=now + 0.09, before=now)
         planner.observe(out)
     assert planner._switch.pace.ratio == {True: 1.0, False: 1.0}
+    assert not planner._switch.paid, "nor is it one of a trial"

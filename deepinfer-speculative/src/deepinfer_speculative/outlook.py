@@ -95,6 +95,11 @@ class Outlook:
             self._said[row] = self._before[row] = np.nan
         return row
 
+    def _found(self, generations: Sequence[int]) -> NDArray[np.int64]:
+        """Their rows; 0 for those of which no block has arrived."""
+        known = self._rows
+        return np.array([known.get(generation, 0) for generation in generations], np.int64)
+
     def clear(self) -> None:
         """Nothing is drafted now, so nothing is known of any request when it is again."""
         self._free += self._rows.values()
@@ -102,8 +107,8 @@ class Outlook:
 
     def _learn(self, landed: DraftsLanded, verified: NDArray[np.int32]) -> None:
         """The newest block of each request is the one whose drafts this step ran."""
-        counts, known = landed.out.counts[: len(verified)], self._rows
-        rows = np.array([known.get(g, 0) for g in landed.generations[: len(verified)]], np.int64)
+        counts = landed.out.counts[: len(verified)]
+        rows = self._found(landed.generations[: len(verified)])
         good = (verified > 0) & (counts > 0) & (rows > 0)
         seen = int(good.sum())
         if not seen:
@@ -134,8 +139,7 @@ class Outlook:
 
         A request of which no block has arrived counts as what is usual of late.
         """
-        known = self._rows
-        rows = [known.get(r.generation, 0) for r in requests]
+        rows = self._found([r.generation for r in requests])
         result: Floats = self._said[rows]
         if not self._exact:
             live = np.array([r.rows_ahead == 0 for r in requests], bool)
@@ -149,8 +153,7 @@ class Outlook:
 
     def drafted(self, requests: Sequence[DraftView]) -> NDArray[np.int64]:
         """int64[R]: how many drafts each had when last seen; γ where nothing was seen."""
-        known = self._rows
-        return self._many[[known.get(r.generation, 0) for r in requests]]
+        return self._many[self._found([r.generation for r in requests])]
 
     def usual(self, requests: int) -> Floats:
         """The same for requests of which nothing is known: what is usual of late."""

@@ -68,7 +68,7 @@ class _Repeated(NamedTuple):
     seconds: float
 
 
-class _Drafted(NamedTuple):
+class _Booked(NamedTuple):
     """A step with drafts, or that drafts, on its way: planned when, for how many requests, seconds
     without drafts.
     """
@@ -114,8 +114,8 @@ class Planner:
         self._switch = self._at(self._sort)
         self._table = None if context.mode == "static" else _table(context)
         self._prospects: dict[int, _Prospect] = {}  # by requests
-        self._drafting: dict[int, _Drafted] = {}  # by step, those of trials on their way
-        self._again: _Repeated | None = None
+        self._booked: dict[int, _Booked] = {}  # by step, those of trials on their way
+        self._again = _Repeated(0, 1, 0.0)
         self._left = 0  # steps that it stands for
         self._proposed = True  # at the first step there are no drafts, whatever is said of them
         self._requests = 0  # of the last step
@@ -127,6 +127,7 @@ class Planner:
     def choose(self, facts: DraftFacts) -> DraftChoice:
         """K, and whether to draft behind the step."""
         self._paces.forget(facts.step)  # if it was planned before and came to nothing
+        self._booked.pop(facts.step, None)
         held = min(max(facts.step - self._step - 1, 0), self._hold)
         self._switch.since += held
         requests = facts.running + facts.emitting
@@ -139,8 +140,8 @@ class Planner:
             self._left = 0 if self._enters else self._left
         if self._paused:
             choice = self._pausing(facts)
-        elif self._left and self._again is not None:
-            choice = self._repeated(facts, self._again)
+        elif self._left:
+            choice = self._repeated(facts)
         else:
             choice = self._drafted(facts)
         self._proposed, self._step, self._hold = choice.propose, facts.step, choice.hold
@@ -165,9 +166,9 @@ class Planner:
             self._switches[sort] = Switch(self._paces.at(sort))
         return self._switches[sort]
 
-    def _repeated(self, facts: DraftFacts, last: _Repeated) -> DraftChoice:
+    def _repeated(self, facts: DraftFacts) -> DraftChoice:
         """The same again, for as many of each request."""
-        self._left -= 1
+        last, self._left = self._again, self._left - 1
         if self._is_measure(facts, last.seconds) and facts.running == last.requests:
             self._paces.expect(facts.step, facts.now, last.seconds, self._switch.pace, True)
         return DraftChoice(min(last.rows * facts.running // last.requests, facts.room))
@@ -183,7 +184,7 @@ class Planner:
 
     def observe(self, landed: DraftsLanded) -> None:
         """Learn from a step's answer."""
-        step = self._drafting.pop(landed.out.step, None)
+        step = self._booked.pop(landed.out.step, None)
         if landed.out.counts.any() and not landed.out.warming:
             self._paces.landed(landed.out.step, landed.now, landed.before)
             if step is not None:
@@ -239,9 +240,9 @@ class Planner:
             return
         assert self._table is not None
         plain = max(self._table.plain_of(count) * self._switch.pace.ratio[False], 1e-9)
-        if len(self._drafting) > LONGEST:
-            self._drafting.clear()
-        self._drafting[facts.step] = _Drafted(self._switch, facts.now, count, plain)
+        if len(self._booked) > LONGEST:
+            self._booked.clear()
+        self._booked[facts.step] = _Booked(self._switch, facts.now, count, plain)
 
     def _comes_back(self, requests: int) -> bool:
         """While a pause goes on nothing is learnt of drafts, so what usual ones promise is worked

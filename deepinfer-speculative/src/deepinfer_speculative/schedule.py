@@ -43,7 +43,7 @@ def throughput(gains: Floats, emitting: float, seconds: Floats) -> Floats:
 def best_rows(rate: Floats, min_gain: float = 0.0) -> int:
     """K of the highest Θ, the first of equals; all, if it is not ``min_gain`` better than all."""
     best = int(np.argmax(rate))
-    return best if not min_gain or rate[best] >= (1.0 + min_gain) * rate[-1] else len(rate) - 1
+    return best if rate[best] >= (1.0 + min_gain) * rate[-1] else len(rate) - 1
 
 
 def causal_rows(rate: Floats) -> int:

@@ -175,9 +175,10 @@ class DSparkDrafter(BlockDrafter):
         may wait.
         """
         if self._steps is not None:
-            found = self._steps.take() if self._steps.count else None
-            if found is not None and len(found.slots):
-                self._backbone.write(found.rows, found.positions, found.slots, kv)
+            if self._steps.count:
+                rows = self._steps.take()
+                if len(rows.slots):
+                    self._backbone.write(rows.rows, rows.positions, rows.slots, kv)
             return
         waiting = self._waiting
         if not waiting.count:
